@@ -1,0 +1,65 @@
+"""What we rely on in Megatron beyond its documented API, checked once at the start.
+
+A Megatron that moved one of these must stop the run with a sentence, not train on something else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+from megatron.core import package_info
+from megatron.core.datasets import gpt_dataset
+from megatron.core.datasets import utils as datasets_utils
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import training
+
+from megatron_d3.errors import D3Error
+
+SUPPORTED = ">=0.19.2,<0.21"
+
+# (where it is looked up, name, parameters we pass)
+_USED: tuple[tuple[object, str, tuple[str, ...]], ...] = (
+    (training, "train_step",
+     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config",
+      "forward_backward_func", "iteration")),
+    (gpt_dataset, "_get_ltor_masks_and_position_ids",
+     ("data", "eod_token", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
+      "create_attention_mask")),
+)
+
+
+def check() -> None:
+    """Refuse a Megatron whose seams are not where we put our hooks.
+
+    Raises:
+        D3Error: names the function that is missing or has other parameters.
+    """
+    for module, name, parameters in _USED:
+        function = getattr(module, name, None)
+        found = tuple(inspect.signature(function).parameters) if function else ()
+        missing = [p for p in parameters if p not in found]
+        if missing:
+            raise D3Error(
+                f"megatron-core {package_info.__version__}: {module.__name__}.{name} "  # type: ignore[attr-defined]
+                f"{'lacks ' + ', '.join(missing) if found else 'does not exist'}; "
+                f"megatron-d3 needs megatron-core {SUPPORTED}")
+    for function in (get_batch_on_this_tp_rank, get_batch_on_this_cp_rank):
+        if "is_hybrid_cp" not in inspect.signature(function).parameters:
+            raise D3Error(
+                f"megatron-core {package_info.__version__}: megatron.core.utils."
+                f"{function.__name__} has other parameters; megatron-d3 needs {SUPPORTED}")
+
+
+def use_prebuilt_helpers() -> None:
+    """Spare a pip-installed Megatron the `make` that it cannot run.
+
+    Its wheel holds the compiled dataset helpers but no Makefile, and `initialize_megatron` exits
+    where `make` fails. With a source checkout, which has the Makefile, nothing changes.
+    """
+    folder = Path(datasets_utils.__file__).parent
+    if not (folder / "Makefile").exists() and importlib.util.find_spec(
+        "megatron.core.datasets.helpers_cpp"
+    ):
+        datasets_utils.compile_helpers = lambda: None

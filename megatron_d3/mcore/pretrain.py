@@ -1,0 +1,63 @@
+"""The entry point: parse Megatron's flags, connect the seams, call `megatron.training.pretrain`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from megatron_d3.errors import D3Error
+from megatron_d3.mcore import cpu
+
+
+def main(started_at: float | None = None) -> None:
+    """Run Megatron's GPT pretraining, planned if `--d3-config` is given.
+
+    Args:
+        started_at: `time.time()` at the start of the process, for Megatron's start-up report.
+    """
+    try:
+        _main(started_at or time.time())
+    except D3Error as error:
+        sys.exit(f"megatron_d3.pretrain: {type(error).__name__}: {error}")
+
+
+def _main(started_at: float) -> None:
+    is_cpu = cpu.wanted()
+    if is_cpu:
+        cpu.enable()
+    # Imported here and not above: Megatron reads torch.cuda while it is imported.
+    from megatron.core.enums import ModelType
+    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_d3.mcore import args as d3_args
+    from megatron_d3.mcore import compat, stock_data
+    from megatron_d3.mcore.forward_step import ForwardStep
+    from megatron_d3.mcore.model import model_config
+
+    compat.check()
+    compat.use_prebuilt_helpers()
+    set_startup_timestamps(program_start=started_at, main_entry=time.time())
+
+    def add_arguments(parser: Any) -> Any:
+        if is_cpu:
+            d3_args.use_cpu_defaults(parser)
+        return d3_args.add_d3_arguments(parser)
+
+    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    args = parse_and_validate_args(
+        extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    if is_cpu:
+        d3_args.check_cpu_args(args)
+
+    provide, forward_step, after_evaluation = stock_data.provide, ForwardStep(), None
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config(args)),
+        provide,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        store=store,
+        non_loss_data_func=after_evaluation,
+    )

@@ -1,0 +1,60 @@
+"""Per-domain loss sums and token counts of the running global batch."""
+
+from __future__ import annotations
+
+import torch
+
+
+class DomainTally:
+    """Adds up what the micro-batches of a step, or of an evaluation, cost per domain.
+
+    Only the rank that read the samples adds (tensor-parallel rank 0 of the last pipeline stage);
+    all others hold zeros, so that one sum over the world gives the global batch.
+
+    Args:
+        num_domains: K.
+        device: where the token losses are.
+    """
+
+    def __init__(self, num_domains: int, device: torch.device) -> None:
+        self._ids = torch.arange(num_domains, device=device)  # (K,)
+        self.training = torch.zeros(num_domains, 2, dtype=torch.float64, device=device)
+        self.evaluation = torch.zeros_like(self.training)
+        self._num_added = 0
+        self._num_microbatches = 0
+
+    def start_step(self, num_microbatches: int) -> None:
+        """Forget the last step; the next one adds `num_microbatches` times on this rank."""
+        self.training.zero_()
+        self._num_added = 0
+        self._num_microbatches = num_microbatches
+
+    def add(
+        self, token_losses: torch.Tensor, loss_mask: torch.Tensor, domain_ids: torch.Tensor,
+        *, is_training: bool,
+    ) -> None:
+        """Add one micro-batch.
+
+        Args:
+            token_losses: (B, S) losses in nats.
+            loss_mask: (B, S) 1 for tokens that count.
+            domain_ids: (B,) int64 in [0, K).
+            is_training: False adds to the evaluation's sums.
+        """
+        batch_size = domain_ids.shape[0]
+        mask = loss_mask.view(batch_size, -1).float()
+        losses = token_losses.view(batch_size, -1).float()
+        per_sample = torch.stack(
+            ((losses * mask).sum(dim=1), mask.sum(dim=1)), dim=1).double()  # (B, 2)
+        # A product with the one-hot matrix, not index_add_: atomics on a GPU add in any order.
+        is_domain = (self._ids[:, None] == domain_ids[None, :]).double()  # (K, B)
+        # 0 * NaN is NaN: a bad loss must reach its own domain only.
+        sums = torch.where(is_domain[:, :, None] > 0, per_sample[None], 0.0).sum(dim=1)  # (K, 2)
+        if not is_training:
+            self.evaluation += sums
+            return
+        if self._num_added == self._num_microbatches:
+            # Megatron's rerun state machine runs the same forward passes again: count them once.
+            self.start_step(self._num_microbatches)
+        self._num_added += 1
+        self.training += sums
