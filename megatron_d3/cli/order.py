@@ -1,0 +1,324 @@
+"""`megatron-d3 order`: give a corpus another order, as a new `.idx` over the same `.bin`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_d3 import __version__
+from megatron_d3.cli.order_plot import plot_order, running_mean
+from megatron_d3.corpus.index import read_index, suffixed
+from megatron_d3.corpus.publish import Publication
+from megatron_d3.corpus.rewrite import Source, file_hash, index_hash, open_source, rewrite
+from megatron_d3.corpus.scores import (
+    SUFFIXES,
+    Scores,
+    array_hash,
+    join_scores,
+    npy_chunks,
+    read_scores,
+    score_files,
+)
+from megatron_d3.errors import ConfigError
+from megatron_d3.order import METHODS, PRESETS, Recipe, permutation, preset
+
+NAME = "order"
+HELP = "order a corpus by score (sort, fold, zigzag, segment, str, saw, shuffle)"
+EXAMPLE = """\
+megatron-d3 order --prefix corpus/web --preset saw-pretrain --ascending \\
+    --output-prefix corpus/web-saw --plot web-saw.png"""
+
+PROVENANCE_VERSION = 1
+_PARAMETERS = sorted({name for defaults in METHODS.values() for name in defaults})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the verb."""
+    add = parser.add_argument
+    add(
+        "--prefix",
+        nargs="+",
+        required=True,
+        type=Path,
+        metavar="IN",
+        help="corpus: path of the .bin/.idx pair without suffix; several need --merge",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        type=Path,
+        metavar="OUT",
+        help="the ordered corpus; the folder must exist",
+    )
+    add(
+        "--scores",
+        nargs="+",
+        type=Path,
+        metavar="NPY",
+        help="score file of each corpus (default: IN.scores.npy)",
+    )
+    add("--score", metavar="NAME", help="which score, where a file holds several")
+    add("--method", choices=list(METHODS), help="the order (or --preset)")
+    add(
+        "--preset",
+        metavar="NAME",
+        help=f"a method with its documented parameters: {', '.join(PRESETS)}",
+    )
+    direction = parser.add_mutually_exclusive_group()
+    direction.add_argument(
+        "--ascending",
+        action="store_const",
+        const=True,
+        dest="ascending",
+        help="lowest score first; one of the two has to be given",
+    )
+    direction.add_argument(
+        "--descending",
+        action="store_const",
+        const=False,
+        dest="ascending",
+        help="highest score first; equal scores stay in document order",
+    )
+    add("--sections", type=int, metavar="K", help="str, saw: sections (default 3)")
+    add(
+        "--ratio",
+        type=float,
+        metavar="RHO",
+        help="str, saw: radius of a transition region as a share of all documents (default 0.1)",
+    )
+    add(
+        "--layers",
+        type=int,
+        metavar="L",
+        help="fold, zigzag, saw: passes (default 3; str 2); even ones make saw and zigzag jump",
+    )
+    add("--first-percent", type=float, metavar="X", help="segment: first part (default 10)")
+    add("--last-percent", type=float, metavar="Y", help="segment: last part (default 10)")
+    add("--first-tail", choices=("low", "high"), help="segment: scores first (default low)")
+    add("--last-tail", choices=("low", "high"), help="segment: scores last (default high)")
+    add(
+        "--temperature",
+        type=float,
+        metavar="TAU",
+        help="sort: Gumbel noise on the ranks, in ranks (default 0)",
+    )
+    add(
+        "--jitter",
+        type=_jitter,
+        metavar="W",
+        help="shuffle windows of W documents at the end: a count (5000), a share (0.05) or a "
+        "percentage (5%%); default 0, off",
+    )
+    add("--seed", type=int, default=42, help="of every random step (default 42)")
+    add(
+        "--merge",
+        action="store_true",
+        help="order several corpora as one; their .bin files are copied into one",
+    )
+    add(
+        "--copy",
+        action="store_true",
+        help="write the tokens again in the new order instead of linking the .bin: as much disk "
+        "as the corpus, but sequential reads in training",
+    )
+    add(
+        "--permutation-out",
+        type=Path,
+        metavar="NPY",
+        help="also write the permutation: int64, place -> document",
+    )
+    add("--plot", type=Path, metavar="PNG", help="also draw score against position")
+    add("--overwrite", action="store_true", help="replace existing output")
+    add("--dry-run", action="store_true", help="compute and report, write nothing")
+    add("--json", action="store_true", help="report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the verb; see `megatron-d3 order --help`."""
+    recipe = recipe_of(args)
+    if len(args.prefix) > 1 and not args.merge:
+        raise ConfigError(
+            f"--prefix: got {len(args.prefix)} corpora; give --merge to order them as one, or "
+            "order each by itself"
+        )
+    source = open_source([read_index(prefix) for prefix in args.prefix])
+    scores = _read_scores(args, source, is_needed=recipe.needs_scores)
+    if args.plot and scores is None:
+        raise ConfigError("--plot: there are no scores to draw; give --scores")
+    row = scores.row(args.score) if scores and recipe.needs_scores else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        order = permutation(row, recipe, num_items=source.num_documents)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    report = _provenance(args, recipe, source, scores, order)
+    if not args.dry_run:
+        _publish(args, source, scores, order, report)
+    _print(args, recipe, report, row, order)
+    return 0
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the recipe that the flags ask for."""
+    fields: dict[str, Any] = preset(args.preset) if args.preset else {"parameters": {}}
+    if args.method and fields.setdefault("method", args.method) != args.method:
+        raise ConfigError(
+            f"--method: got {args.method}, but preset {args.preset} is {fields['method']}"
+        )
+    if "method" not in fields:
+        raise ConfigError("order: give --method or --preset")
+    for name in _PARAMETERS:
+        if (value := getattr(args, name)) is not None:
+            fields["parameters"][name] = value
+    if args.jitter is not None:
+        fields["jitter"] = args.jitter
+    return Recipe(**fields, ascending=args.ascending, seed=args.seed)
+
+
+def _read_scores(args: argparse.Namespace, source: Source, *, is_needed: bool) -> Scores | None:
+    paths = args.scores or [suffixed(prefix, SUFFIXES[0]) for prefix in args.prefix]
+    if len(paths) != len(args.prefix):
+        raise ConfigError(f"--scores: got {len(paths)} files for {len(args.prefix)} corpora")
+    if not (is_needed or args.scores or all(path.is_file() for path in paths)):
+        return None
+    parts = [
+        read_scores(path, index=index) for path, index in zip(paths, source.indexes, strict=True)
+    ]
+    return join_scores(parts)
+
+
+def _provenance(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    source: Source,
+    scores: Scores | None,
+    order: np.ndarray,
+) -> dict[str, Any]:
+    """Return what is written beside the output: all that determines it, and its hashes."""
+    score = None
+    if scores and recipe.needs_scores:
+        row = scores.row(args.score)
+        name = args.score or scores.names[0]
+        paths = args.scores or [suffixed(prefix, SUFFIXES[0]) for prefix in args.prefix]
+        score = {"name": name, "files": [str(path) for path in paths], "hash": array_hash(row)}
+    how = "linked" if len(source.bins) == 1 else "concatenated"
+    return {
+        "version": PROVENANCE_VERSION,
+        "program": f"megatron-d3 {__version__}",
+        "recipe": recipe.to_dict(),
+        "preset": args.preset,
+        "score": score,
+        "inputs": [
+            {
+                "prefix": str(index.prefix),
+                "index": index_hash(index),
+                "bin_bytes": index.bin_bytes,
+                "num_documents": index.num_documents,
+                "num_tokens": index.num_tokens,
+            }
+            for index in source.indexes
+        ],
+        "bin": "copied in order" if args.copy else how,
+        "permutation": array_hash(order),
+    }
+
+
+def _publish(
+    args: argparse.Namespace,
+    source: Source,
+    scores: Scores | None,
+    order: np.ndarray,
+    report: dict[str, Any],
+) -> None:
+    """Write everything the flags ask for; the corpus appears last."""
+    if args.permutation_out:
+        with Publication(args.permutation_out, [""], is_overwriting=args.overwrite) as new:
+            new.write("", npy_chunks(order))
+    suffixes = [".bin", *SUFFIXES, ".order.json", ".idx"]
+    with Publication(args.output_prefix, suffixes, is_overwriting=args.overwrite) as new:
+        rewrite(source, order, new, is_copying=args.copy)
+        report["output"] = {
+            "prefix": str(args.output_prefix),
+            "index": file_hash(new.aside(".idx")),
+        }
+        if scores is not None:
+            chunks, text = score_files(
+                scores.values, names=scores.names, index=report["output"]["index"], documents=order
+            )
+            new.write(SUFFIXES[0], chunks)
+            new.write(SUFFIXES[1], [text])
+        new.write(".order.json", [(json.dumps(report, indent=2) + "\n").encode()])
+    if args.plot:
+        assert scores is not None  # refused before
+        _plot(args, report, scores, order)
+
+
+def _plot(
+    args: argparse.Namespace, report: dict[str, Any], scores: Scores, order: np.ndarray
+) -> None:
+    name = args.score or scores.names[0]
+    with Publication(args.plot, [""], is_overwriting=args.overwrite) as new:
+        plot_order(
+            new.aside(""),
+            scores=scores.row(name),
+            order=order,
+            title=_headline(report["recipe"]),
+            score_name=name,
+            kind=args.plot.suffix.lstrip(".") or "png",
+        )
+
+
+def _print(
+    args: argparse.Namespace,
+    recipe: Recipe,
+    report: dict[str, Any],
+    row: np.ndarray | None,
+    order: np.ndarray,
+) -> None:
+    tenths: list[float] = []
+    if row is not None and len(order):
+        tenths = running_mean(row, order, num_windows=10)[1].tolist()
+    if args.json:
+        print(json.dumps({**report, "mean_score_by_tenth": tenths}, indent=2))
+        return
+    print(_headline(report["recipe"]))
+    for entry in report["inputs"]:
+        print(
+            f"in   {entry['prefix']}  {entry['num_documents']:,} documents  "
+            f"{entry['num_tokens']:,} tokens"
+        )
+    state = "would be " if args.dry_run else ""
+    print(f"out  {args.output_prefix}  .bin {state}{report['bin']}")
+    if tenths:
+        print("mean score by tenth  " + " ".join(f"{mean:.4g}" for mean in tenths))
+
+
+def _headline(recipe: dict[str, Any]) -> str:
+    """Return a recipe as one line."""
+    words = [
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in recipe["parameters"].items()
+    ]
+    if recipe["ascending"] is not None:
+        words.insert(0, "ascending" if recipe["ascending"] else "descending")
+    words.append(f"jitter {recipe['jitter']:g}")
+    words.append(f"seed {recipe['seed']}")
+    return f"{recipe['method']}: {', '.join(words)}"
+
+
+def _jitter(text: str) -> int | float:
+    """Parse a jitter window: "5000" is a count, "0.05" a share, "5%" a percentage."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a count (5000), a share (0.05) or a percentage (5%)"
+        ) from None
