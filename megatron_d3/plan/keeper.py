@@ -1,0 +1,235 @@
+"""The plan of a running job: what the training loop calls.
+
+Rank 0 holds a :class:`PlanKeeper`, which writes the plan; every other rank a :class:`PlanFollower`
+started from the keeper's arrays. Both compute the same segments from the same calls:
+
+    keeper = PlanKeeper.open(directory, header, make_decider, iteration=..., consumed=...)
+    arrays = keeper.state_arrays()                                  # broadcast
+    follower = PlanFollower.from_arrays(header, make_decider, arrays)
+
+    segments = plan.advance(until)      # before a training step, on every rank
+    assert plan.chain is the same on every rank
+    ...                                 # the step itself
+    plan.observe(signals)               # after it, on every rank
+    keeper.sync()                       # before each checkpoint
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from megatron_d3.errors import PlanError, ResumeError
+from megatron_d3.plan.decide import Decider, DeciderState
+from megatron_d3.plan.files import explained
+from megatron_d3.plan.header import PlanFile, RunHeader
+from megatron_d3.plan.reader import PLAN
+from megatron_d3.plan.replay import DeciderFactory
+from megatron_d3.plan.resume import Checkpoint, resume
+from megatron_d3.plan.segment import Segment
+from megatron_d3.plan.store import PlanStore
+from megatron_d3.types import StepSignals
+
+# A resume replays at most so many rounds: ~0.1 s at a global batch of 1,024.
+SNAPSHOT_EVERY = 100
+
+
+class PlanFollower:
+    """Decides the run's plan without writing it.
+
+    Args:
+        decider: the run's settings.
+        state: where the run is.
+
+    Attributes:
+        decider: as given.
+        state: as of now; `state.position` is the frontier.
+    """
+
+    def __init__(self, decider: Decider, state: DeciderState) -> None:
+        self.decider = decider
+        self.state = state
+
+    @classmethod
+    def from_arrays(
+        cls, header: RunHeader, make_decider: DeciderFactory, arrays: Mapping[str, np.ndarray]
+    ) -> PlanFollower:
+        """Start from a keeper's :meth:`state_arrays` and the run's own header."""
+        table_ids = tuple(int(i) for i in arrays["table_ids"])
+        return PlanFollower(make_decider(header, table_ids), DeciderState.from_arrays(arrays))
+
+    @property
+    def chain(self) -> int:
+        """64-bit hash over all segments so far: equal on every rank, or they have come apart."""
+        return self.state.chain
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """Return named arrays from which another rank can follow."""
+        return self.state.to_arrays() | {"table_ids": np.asarray(self.decider.table_ids, np.int16)}
+
+    def advance(self, until: int) -> list[Segment]:
+        """Decide rounds until all positions below `until` (or the run's end) are decided.
+
+        Returns:
+            The new segments, often none. The frontier stays below `until` only at the end of the
+            run, or where `exhausted: stop` ends it: nothing can be trained beyond it then.
+
+        Raises:
+            PlanError: a mixer or cap cannot fill the round, or the segment cannot be written.
+        """
+        segments = []
+        while self.state.position < until:
+            decided = self.decider.decide(self.state)
+            if decided is None:
+                break
+            after, segment = decided
+            self._write_segment(segment, after)
+            segments.append(segment)
+        return segments
+
+    def observe(self, signals: StepSignals) -> None:
+        """Take in what a training step measured, reduced over all ranks.
+
+        Raises:
+            PlanError: the steps are out of order, or the row cannot be written.
+        """
+        if signals.iteration <= self.state.iteration:
+            raise PlanError(f"training step {signals.iteration} was observed after step "
+                            f"{self.state.iteration}: steps must come in order, each once")
+        self._write_step(signals)
+        self.state = self.decider.observe(self.state, signals)
+
+    def _write_segment(self, segment: Segment, after: DeciderState) -> None:
+        self.state = after
+
+    def _write_step(self, signals: StepSignals) -> None:
+        pass
+
+
+class PlanKeeper(PlanFollower):
+    """Decides the run's plan and writes it.
+
+    Args:
+        decider: the run's settings.
+        state: where the run is.
+        store: the plan on disk, as of `state`.
+        messages: lines for the log: what a resume did.
+        snapshot_every: rounds between stored states.
+    """
+
+    def __init__(
+        self, decider: Decider, state: DeciderState, store: PlanStore,
+        *, messages: Sequence[str] = (), snapshot_every: int = SNAPSHOT_EVERY,
+    ) -> None:
+        super().__init__(decider, state)
+        self.store = store
+        self.messages = tuple(messages)
+        self._snapshot_every = snapshot_every
+
+    @classmethod
+    def open(
+        cls, directory: Path, header: RunHeader, make_decider: DeciderFactory, *,
+        iteration: int = 0, consumed: int = 0, mode: Literal["strict", "fork"] = "strict",
+        source: Path | None = None, snapshot_every: int = SNAPSHOT_EVERY,
+    ) -> PlanKeeper:
+        """Start the plan in `directory`, or continue it from a checkpoint.
+
+        Args:
+            directory: the plan directory, made if missing.
+            header: what the run makes its plan from.
+            make_decider: builds the decider of a header, given its domains' table ids.
+            iteration: training steps done (the checkpoint's; 0 without one).
+            consumed: training samples consumed by then.
+            mode: `fork` allows changes that alter the order of samples from here on, and a plan
+                that starts at a checkpoint made without one.
+            source: plan directory beside the checkpoint that was loaded, if it is another; copied
+                when `directory` has no plan yet, and left as it is.
+            snapshot_every: rounds between stored states.
+
+        Raises:
+            ResumeError: the plan does not belong to this run or checkpoint.
+            PlanError: the plan cannot be read or written, or another process writes it.
+        """
+        if source is not None and not (directory / PLAN).exists() and (source / PLAN).exists():
+            copy_plan(source, directory)
+        if (directory / PLAN).exists():
+            resumed = resume(directory, Checkpoint(iteration, consumed), header, make_decider,
+                             is_fork=mode == "fork")
+            return cls(resumed.decider, resumed.state, resumed.store, messages=resumed.messages,
+                       snapshot_every=snapshot_every)
+        if iteration > 0 and mode == "strict":
+            raise ResumeError(
+                f"plan {directory}: there is none, but the checkpoint is of iteration {iteration}; "
+                "give the --d3-plan-dir that belongs to it, or let a plan start at this checkpoint "
+                "with --d3-resume fork")
+        plan = PlanFile.begin(header, iteration=iteration, position=consumed)
+        decider = make_decider(header, plan.generations[0].domain_ids)
+        store = PlanStore.create(directory, plan)
+        return cls(decider, decider.init(position=consumed, iteration=iteration), store,
+                   snapshot_every=snapshot_every)
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Return the records of decided positions, e.g. those read ahead before a resume.
+
+        Raises:
+            PlanError: a position is not decided.
+        """
+        if stop > self.state.position:
+            raise PlanError(f"{self.store.directory}: position {stop - 1} was asked for, decided "
+                            f"are those below {self.state.position}")
+        return self.store.positions(start, stop)
+
+    def note_eval(
+        self, loss_sums: np.ndarray, num_tokens: np.ndarray, *, split: str = "valid"
+    ) -> None:
+        """Record an evaluation at the present iteration; decisions do not depend on it.
+
+        Args:
+            loss_sums: (K,) float64, nats.
+            num_tokens: (K,) int64.
+            split: `valid` or `test`.
+
+        Raises:
+            PlanError: the row cannot be written.
+        """
+        self.store.append_eval(self.state.iteration, split, loss_sums, num_tokens)
+
+    def sync(self) -> None:
+        """Make the plan survive a power failure. Before each checkpoint; else at most once a second.
+
+        Raises:
+            PlanError: the disk refuses.
+        """
+        self.store.sync()
+
+    def close(self) -> None:
+        """Sync and give the plan up."""
+        self.store.sync()
+        self.store.close()
+
+    def _write_segment(self, segment: Segment, after: DeciderState) -> None:
+        self.store.append_segment(segment, iteration=self.state.iteration)
+        self.state = after
+        if after.round % self._snapshot_every == 0:
+            self.store.snapshot(after)
+
+    def _write_step(self, signals: StepSignals) -> None:
+        self.store.append_ledger(signals)
+
+
+def copy_plan(source: Path, directory: Path) -> None:
+    """Copy a plan directory, without what was set aside in it.
+
+    Raises:
+        PlanError: the copy cannot be written, or `directory` holds something.
+    """
+    aside = directory.with_name(directory.name + ".tmp")
+    with explained(directory, "copy"):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)  # an unfinished copy
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns("abandoned-*", "lock", "*.tmp"))
+        aside.rename(directory)

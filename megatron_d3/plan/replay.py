@@ -1,0 +1,231 @@
+"""Compute a plan again from its settings and ledger, and compare it with what is on disk.
+
+Rounds and training steps interleave as they did in the run: a round recorded at iteration i was
+decided after the ledger rows up to i had been observed. Resume replays from the last usable
+snapshot, audit from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_d3.errors import PlanError
+from megatron_d3.plan.decide import Decider, DeciderState
+from megatron_d3.plan.header import Generation, PlanFile, RunHeader
+from megatron_d3.plan.reader import LEDGER, ROUNDS, PlanReader
+from megatron_d3.plan.rows import NO_HASH, RoundRow, last_line, parsed, seal_of, unseal
+from megatron_d3.plan.segment import Segment
+from megatron_d3.plan.snapshot import Snapshot
+
+# Builds the decider of a generation from its header and its domains' table ids.
+DeciderFactory = Callable[[RunHeader, tuple[int, ...]], Decider]
+
+
+class ReplayError(PlanError):
+    """The plan on disk is not what its settings and ledger lead to. Names the first difference."""
+
+
+class Replay:
+    """A plan being computed again.
+
+    Args:
+        reader: the plan; `reader.plan` says which generations count.
+        make_decider: builds the decider of each.
+        until: stop at this iteration: as of a checkpoint taken there. None for all of the plan.
+        position: samples consumed by then: where a generation that begins there would start.
+        snapshot: where to start; None for the start of the plan.
+
+    Attributes:
+        state: as of now.
+        rewound: state at `position` (or at the start of the next generation) where rounds already
+            reach beyond; None while they do not.
+        decider: of the current generation.
+        generation: its index.
+        rounds_end: bytes of `rounds.jsonl` replayed.
+        ledger_end: bytes of `ledger.jsonl` replayed.
+
+    Raises:
+        ReplayError: by the constructor, if the snapshot is not that of the rows before it.
+    """
+
+    def __init__(
+        self, reader: PlanReader, make_decider: DeciderFactory, *, until: int | None = None,
+        position: int | None = None, snapshot: Snapshot | None = None,
+    ) -> None:
+        self.reader = reader
+        self.until = until
+        self.rewound: DeciderState | None = None
+        self.generation = 0 if snapshot is None else snapshot.generation
+        self._make_decider = make_decider
+        self._position = position
+        current = self._generations[self.generation]
+        self.decider = make_decider(current.header, current.domain_ids)
+        self.state = self.decider.init(position=current.position, iteration=current.iteration)
+        self.rounds_end = self.ledger_end = 0
+        self._seal = NO_HASH
+        if snapshot is not None:
+            self.state = snapshot.state
+            self.rounds_end, self.ledger_end = snapshot.rounds_bytes, snapshot.ledger_bytes
+            self._check_snapshot(snapshot)
+        self._ledger = reader.ledger(self.ledger_end)
+        self._next_row = next(self._ledger, None)
+
+    @property
+    def current(self) -> Generation:
+        """The current generation."""
+        return self._generations[self.generation]
+
+    def rounds(self) -> Iterator[tuple[RoundRow, Segment]]:
+        """Replay round after round; `state` is that after the one just yielded.
+
+        When the iterator ends, the ledger and the generations up to `until` have been replayed too.
+
+        Raises:
+            ReplayError: a round, a generation or the ledger differs from what it should be.
+        """
+        for row, end in self.reader.rounds(self.rounds_end):
+            if self.until is not None and row.iteration >= self.until:
+                break
+            while self._upcoming is not None and row.round >= self._upcoming.round:
+                self._begin_generation()
+            self._observe_through(row.iteration)
+            segment = self._decide(row)
+            self.rounds_end = end
+            yield row, segment
+        while self._upcoming is not None:
+            self._begin_generation()
+        self._observe_through(self.until)
+
+    @property
+    def _generations(self) -> tuple[Generation, ...]:
+        return self.reader.plan.generations
+
+    @property
+    def _upcoming(self) -> Generation | None:
+        following = self.generation + 1
+        return self._generations[following] if following < len(self._generations) else None
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        directory, state = self.reader.directory, self.state
+        path = directory / ROUNDS
+        found = last_line(path, before=self.rounds_end)
+        row = None if found is None else parsed(path, found[0], RoundRow)
+        if row is None or (row.round, row.chain) != (state.round - 1, state.chain):
+            raise ReplayError(f"{snapshot.path}: not the state after round {state.round - 1} of "
+                              f"{ROUNDS}")
+        found = last_line(directory / LEDGER, before=self.ledger_end)
+        if found is not None:
+            self._seal = seal_of(found[0])
+
+    def _observe_through(self, iteration: int | None) -> None:
+        """Observe the ledger's rows up to an iteration (None: all)."""
+        while self._next_row is not None:
+            row, end, line = self._next_row
+            if iteration is not None and row.iteration > iteration:
+                return
+            seal = unseal(line, self._seal)
+            if seal is None:
+                raise ReplayError(f"{LEDGER}: the row of iteration {row.iteration} was changed, or "
+                                  "rows before it are missing")
+            try:
+                signals = row.to_signals(self.current.header.names)
+            except KeyError as error:
+                raise ReplayError(f"{LEDGER}: the row of iteration {row.iteration} has a domain "
+                                  f"{error} that the plan has not") from error
+            self.state = self.decider.observe(self.state, signals)
+            self.ledger_end, self._seal = end, seal
+            self._next_row = next(self._ledger, None)
+
+    def _decide(self, row: RoundRow) -> Segment:
+        before = self.state
+        if before.iteration != row.iteration:
+            raise ReplayError(f"round {row.round} was decided at iteration {row.iteration}, "
+                              f"{LEDGER} has rows up to {before.iteration}")
+        decided = self.decider.decide(before)
+        if decided is None:
+            raise ReplayError(f"round {row.round} should not exist: the plan is complete before it")
+        self.state, segment = decided
+        self._compare(row, segment)
+        target = self._upcoming.position if self._upcoming is not None else self._position
+        if target is not None and self.rewound is None and segment.stop > target:
+            cut = self.decider.decide(before, limit=target)
+            self.rewound = before if cut is None else cut[0]
+        return segment
+
+    def _compare(self, row: RoundRow, segment: Segment) -> None:
+        expected = RoundRow.of(segment, row.iteration, self.current.header.names)
+        for field in ("round", "step", "start", "stop", "weights", "chain"):
+            old, new = getattr(row, field), getattr(expected, field)
+            if old != new:
+                if field == "chain":
+                    field, old, new = "hash", f"{old:016x}", f"{new:016x}"
+                raise ReplayError(f"round {row.round} (positions {segment.start}-{segment.stop - 1}"
+                                  f"): {field} {old} in {ROUNDS}, {new} when computed again")
+
+    def _begin_generation(self) -> None:
+        old, new = self.current, self._upcoming
+        assert new is not None
+        self._observe_through(new.iteration)
+        rewound = self.rewound or self.state
+        expected = next_generation(self.reader.plan, self.generation, rewound, new.header,
+                                   iteration=new.iteration, round_number=self.state.round)
+        if expected != new:
+            raise ReplayError(f"generation {self.generation + 1} (from position {new.position}): "
+                              "its cursors or ids are not those that the plan leads to")
+        self.decider = self._make_decider(new.header, new.domain_ids)
+        self.state = enter(self.state, rewound, old, new, self.decider)
+        self.generation += 1
+        self.rewound = None
+
+
+def next_generation(
+    plan: PlanFile, index: int, rewound: DeciderState, header: RunHeader, *, iteration: int,
+    round_number: int,
+) -> Generation:
+    """Return the generation that follows generation `index` of a plan.
+
+    Args:
+        plan: the plan.
+        index: the generation before.
+        rewound: the state at the new generation's first position.
+        header: the new settings.
+        iteration: training steps done.
+        round_number: its first round.
+    """
+    old = plan.generations[index]
+    table, ids = PlanFile(plan.table[:len(old.cursors)], plan.generations).table_with(header)
+    cursors = [*old.cursors, *[0] * (len(table) - len(old.cursors))]
+    for i, cursor in zip(old.domain_ids, rewound.cursors.tolist(), strict=True):
+        cursors[i] = cursor
+    return Generation(iteration, rewound.position, round_number, ids, tuple(cursors), header)
+
+
+def enter(
+    state: DeciderState, rewound: DeciderState, old: Generation, new: Generation, decider: Decider
+) -> DeciderState:
+    """Return the state at the start of a generation.
+
+    A domain that stays keeps its cursor and its carry; if one leaves, all carries start from 0 (what
+    it was owed or had too much cannot be made up for). A mixer keeps its state while neither its
+    configuration nor the domains change.
+
+    Args:
+        state: at the end of the generation before, rounds beyond the new start included.
+        rewound: the state at the new generation's first position.
+        old: the generation before.
+        new: the new one.
+        decider: of the new one.
+    """
+    carries = dict(zip(old.domain_ids, rewound.carry.tolist(), strict=True))
+    has_left = not set(old.domain_ids) <= set(new.domain_ids)
+    carry = [0.0 if has_left else carries.get(i, 0.0) for i in new.domain_ids]
+    is_same_mixer = (old.domain_ids == new.domain_ids
+                     and old.header.config.get("mix") == new.header.config.get("mix"))
+    return replace(
+        state, position=new.position, step=new.iteration, consumed=new.position,
+        cursors=np.array([new.cursors[i] for i in new.domain_ids], np.int64),
+        carry=np.array(carry), weights=np.full(len(new.domain_ids), np.nan),
+        mixer=state.mixer if is_same_mixer else decider.mixer.init())

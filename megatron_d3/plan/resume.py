@@ -1,0 +1,304 @@
+"""Continue a plan from a checkpoint: only its iteration and consumed samples are needed.
+
+    read -> refuse what may not change -> last usable snapshot -> replay and verify -> set aside -> go on
+
+What the checkpoint has not seen (rounds decided at or after its iteration, later ledger rows,
+evaluations, states and generations) moves to `abandoned-NNNN/`; the files are then those of a run
+that was stopped there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_d3.errors import ResumeError
+from megatron_d3.plan.decide import Decider, DeciderState
+from megatron_d3.plan.header import Difference, Generation, PlanFile, RunHeader, differences
+from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
+from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError, enter, next_generation
+from megatron_d3.plan.rows import LossRow, last_line, parsed
+from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.store import Cut, PlanStore, num_bytes
+
+_FORK = "or go on with the new value from this checkpoint by --d3-resume fork"
+_ADVICE = {
+    "seq_length": "keep the old one",
+    "seed": "keep the old one",
+    "tokenizer": "use the old one",
+    "domains": "name the same domains",
+    "domain order": "list the domains in the old order",
+    "fingerprint": "the corpus itself changed: restore its files",
+    "num_samples": "the corpus itself changed: restore its files",
+    "num_tokens": "the corpus itself changed: restore its files",
+    "versions": "use the Megatron-D3 that wrote the plan",
+    "total_samples": "the weights may depend on it (epoch caps, unimax): keep the old length",
+}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A plan ready to be continued.
+
+    Attributes:
+        store: open for writing.
+        decider: of the last generation.
+        state: as of the checkpoint.
+        messages: what happened, for the log; each a line.
+    """
+
+    store: PlanStore
+    decider: Decider
+    state: DeciderState
+    messages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What Megatron's checkpoint says.
+
+    Attributes:
+        iteration: training steps done.
+        consumed: training samples consumed.
+    """
+
+    iteration: int
+    consumed: int
+
+
+def resume(
+    directory: Path, checkpoint: Checkpoint, header: RunHeader, make_decider: DeciderFactory,
+    *, is_fork: bool = False,
+) -> Resumed:
+    """Continue the plan in `directory` from a checkpoint.
+
+    Args:
+        directory: holds a plan.
+        checkpoint: where training goes on.
+        header: what the run wants.
+        make_decider: builds the decider of a generation.
+        is_fork: change on purpose what may not change otherwise. Without a change it is the same
+            as a plain resume, so that the flag may stay in a job script.
+
+    Raises:
+        ResumeError: the plan does not belong to the run or the checkpoint; nothing is changed.
+        PlanError: the plan cannot be read or written.
+    """
+    reader = PlanReader(directory)
+    first = reader.plan.generations[0]
+    if checkpoint.iteration < first.iteration:
+        raise ResumeError(
+            f"plan {directory}: starts at iteration {first.iteration}, the checkpoint is of "
+            f"iteration {checkpoint.iteration}; load a later checkpoint, or give this run another "
+            "--d3-plan-dir and --d3-resume fork")
+    kept = reader.plan.before(checkpoint.iteration)
+    decider = make_decider(header, kept.table_with(header)[1])
+    changes = _allowed(directory, kept.generations[-1], header, decider, make_decider, is_fork)
+    _check_total(directory, header, checkpoint)
+    if checkpoint.iteration == first.iteration:
+        _check_consumed(directory, checkpoint, first.position)
+        return _start_over(directory, reader, header, decider, changes)
+    _check_ledger(directory, reader, checkpoint)
+    dropped = reader.plan.generations[len(kept.generations):]
+    num_valid = min([reader.first_position + reader.num_stored, *(g.position for g in dropped)])
+    reader.plan = kept
+    choice = _choose(reader, checkpoint, num_valid)
+    replay, missing = _replay(reader, checkpoint, make_decider, choice)
+    end = checkpoint.consumed if changes else replay.state.position
+    store, messages = _go_on(reader, checkpoint, (replay, missing), choice, end)
+    if not changes:
+        return Resumed(store, replay.decider, replay.state, tuple(messages))
+    rewound = replay.rewound or replay.state
+    new = next_generation(kept, replay.generation, rewound, header,
+                          iteration=checkpoint.iteration, round_number=replay.state.round)
+    store.write_plan(kept.with_generation(new))
+    state = enter(replay.state, rewound, replay.current, new, decider)
+    messages += _describe(replay.current, new, changes)
+    return Resumed(store, decider, state, tuple(messages))
+
+
+def _allowed(
+    directory: Path, old: Generation, header: RunHeader, decider: Decider,
+    make_decider: DeciderFactory, is_fork: bool,
+) -> list[Difference]:
+    """Return the changes of the run against the plan; refuse those that need a fork."""
+    changes = differences(old.header, header)
+    refused = []
+    for change in changes:
+        if change.field == "batch_schedule":
+            continue
+        if change.field == "total_samples" and not (
+                decider.depends_on_total
+                or make_decider(old.header, old.domain_ids).depends_on_total):
+            continue
+        refused.append(change)
+    if refused and not is_fork:
+        lines = [f"plan {directory}: {change}; {_advice(change)}, {_FORK}" for change in refused]
+        raise ResumeError("\n".join(lines))
+    return changes
+
+
+def _advice(change: Difference) -> str:
+    parts = change.field.split(".")
+    for key in (change.field, parts[0], parts[-1]):
+        if key in _ADVICE and not (key == "domains" and len(parts) > 1):
+            return _ADVICE[key]
+    return "keep the old value"
+
+
+def _check_total(directory: Path, header: RunHeader, checkpoint: Checkpoint) -> None:
+    if header.total_samples < checkpoint.consumed:
+        raise ResumeError(
+            f"plan {directory}: the run ends after {header.total_samples} samples, the checkpoint "
+            f"has consumed {checkpoint.consumed}; raise --train-samples or --train-iters, or load "
+            "an earlier checkpoint")
+
+
+def _check_consumed(directory: Path, checkpoint: Checkpoint, recorded: int) -> None:
+    if checkpoint.consumed != recorded:
+        raise ResumeError(
+            f"plan {directory}: had consumed {recorded} samples at iteration {checkpoint.iteration}, "
+            f"the checkpoint {checkpoint.consumed}; it is a checkpoint of another run: give the "
+            "--load and --save of one run")
+
+
+def _check_ledger(directory: Path, reader: PlanReader, checkpoint: Checkpoint) -> None:
+    path = directory / LEDGER
+    found = last_line(path)
+    newest = (parsed(path, found[0], LossRow).iteration if found is not None
+              else reader.plan.generations[0].iteration)
+    if newest < checkpoint.iteration:
+        raise ResumeError(
+            f"plan {directory}: its ledger ends at iteration {newest}, the checkpoint is newer "
+            f"(iteration {checkpoint.iteration}); load a checkpoint of iteration {newest} or before, "
+            "or restore the plan that belongs to it")
+
+
+def _start_over(
+    directory: Path, reader: PlanReader, header: RunHeader, decider: Decider,
+    changes: Sequence[Difference],
+) -> Resumed:
+    """Begin again where the plan began: no step of it was kept in a checkpoint."""
+    first = reader.plan.generations[0]
+    plan = PlanFile.begin(header if changes else first.header, iteration=first.iteration,
+                          position=first.position)
+    sizes = dict.fromkeys((LEDGER, ROUNDS, POSITIONS, EVALS), 0)
+    snapshots = tuple(snapshot.path for snapshot in reader.snapshots())
+    store = PlanStore(directory)
+    aside = store.set_aside(Cut(plan, sizes, snapshots, first.iteration))
+    messages = [_aside_message(aside, first.iteration)] if aside else []
+    decider = replace(decider, table_ids=plan.generations[0].domain_ids)
+    state = decider.init(position=first.position, iteration=first.iteration)
+    return Resumed(store, decider, state, tuple(messages))
+
+
+def _aside_message(aside: Path, iteration: int) -> str:
+    return f"d3 plan: resumed at iteration {iteration}, what came later is in {aside}"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Where a replay starts, and what the checkpoint has not seen.
+
+    Attributes:
+        snapshot: the last usable one, or None for the plan's start.
+        stale: snapshots later than the checkpoint.
+        valid_end: positions below this one are on disk and belong to what is kept.
+    """
+
+    snapshot: Snapshot | None
+    stale: tuple[Path, ...]
+    valid_end: int
+
+
+def _choose(reader: PlanReader, checkpoint: Checkpoint, valid_end: int) -> _Choice:
+    generations = reader.plan.generations
+    stale = []
+    for snapshot in reader.snapshots():
+        if snapshot.iteration > checkpoint.iteration:  # known from its name, without reading it
+            stale.append(snapshot.path)
+            continue
+        state, index = snapshot.state, snapshot.generation
+        if state.decided_at >= checkpoint.iteration or index >= len(generations):
+            stale.append(snapshot.path)
+            continue
+        later = [generation.position for generation in generations[index + 1:]]
+        # NOTE: it must lie before every position to which the replay may have to go back.
+        if state.position <= min([checkpoint.consumed, valid_end, *later]):
+            return _Choice(snapshot, tuple(stale), valid_end)
+    return _Choice(None, tuple(stale), valid_end)
+
+
+def _replay(
+    reader: PlanReader, checkpoint: Checkpoint, make_decider: DeciderFactory, choice: _Choice
+) -> tuple[Replay, list[tuple[int, np.ndarray]]]:
+    """Replay up to the checkpoint.
+
+    Returns:
+        The replay at its end, and the (start, records) that `positions.bin` lacks.
+    """
+    missing = []
+    try:
+        replay = Replay(reader, make_decider, until=checkpoint.iteration,
+                        position=checkpoint.consumed, snapshot=choice.snapshot)
+        for row, segment in replay.rounds():
+            stop = reader.stop_of(row)
+            middle = max(segment.start, min(stop, choice.valid_end))
+            stored = reader.stored(segment.start, middle)
+            if not np.array_equal(stored, segment.records[:middle - segment.start]):
+                raise ReplayError(f"round {row.round}: positions {segment.start}-{middle - 1} of "
+                                  f"{POSITIONS} are not those that the round decided")
+            if middle < stop:
+                missing.append((middle, segment.records[middle - segment.start:
+                                                        stop - segment.start]))
+    except ReplayError as error:
+        raise ResumeError(
+            f"plan {reader.directory}: {error}; the plan was changed or damaged: restore it from a "
+            "backup (`megatron-d3 plan audit` says more)") from error
+    state = replay.state
+    if state.iteration != checkpoint.iteration:
+        raise ResumeError(f"plan {reader.directory}: {LEDGER} has no row of iteration "
+                          f"{checkpoint.iteration}; load another checkpoint")
+    _check_consumed(reader.directory, checkpoint, state.consumed)
+    if state.position < checkpoint.consumed:
+        raise ResumeError(
+            f"plan {reader.directory}: {ROUNDS} decides positions up to {state.position}, the "
+            f"checkpoint has consumed {checkpoint.consumed}; restore the plan from a backup")
+    return replay, missing
+
+
+def _go_on(
+    reader: PlanReader, checkpoint: Checkpoint, replayed: tuple[Replay, list[tuple[int, np.ndarray]]],
+    choice: _Choice, end: int,
+) -> tuple[PlanStore, list[str]]:
+    """Cut the files at the checkpoint, and positions at `end` if they reach so far."""
+    replay, missing = replayed
+    evals_end = 0
+    for row, offset, _ in reader.evals():
+        if row.iteration > checkpoint.iteration:
+            break
+        evals_end = offset
+    kept = min(choice.valid_end, end) - reader.first_position
+    sizes = {LEDGER: replay.ledger_end, ROUNDS: replay.rounds_end, EVALS: evals_end,
+             POSITIONS: num_bytes(kept)}
+    store = PlanStore(reader.directory)
+    aside = store.set_aside(Cut(reader.plan, sizes, choice.stale, checkpoint.iteration))
+    for start, records in missing:
+        store.write_missing(records[:max(0, end - start)])
+    return store, [_aside_message(aside, checkpoint.iteration)] if aside else []
+
+
+def _describe(old: Generation, new: Generation, changes: Sequence[Difference]) -> list[str]:
+    lines = [f"d3 plan: from position {new.position} on: {change}" for change in changes]
+    started = [domain.name for domain, i in zip(new.header.domains, new.domain_ids, strict=True)
+               if i >= len(old.cursors)]
+    left = [domain.name for domain, i in zip(old.header.domains, old.domain_ids, strict=True)
+            if i not in new.domain_ids]
+    if started:
+        lines.append(f"d3 plan: new or changed domains, from their first sample: {', '.join(started)}")
+    if left:
+        lines.append(f"d3 plan: domains no longer used: {', '.join(left)}; carries start from 0")
+    return lines
