@@ -6,16 +6,17 @@ import argparse
 import json
 import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_d3 import __version__
 from megatron_d3.cli.order_plot import plot_order, running_mean
+from megatron_d3.corpus.derive import derive, origin
 from megatron_d3.corpus.index import read_index, suffixed
 from megatron_d3.corpus.publish import Publication
-from megatron_d3.corpus.rewrite import Source, file_hash, index_hash, open_source, rewrite
+from megatron_d3.corpus.rewrite import Source, open_source
 from megatron_d3.corpus.scores import (
     SUFFIXES,
     Scores,
@@ -23,7 +24,6 @@ from megatron_d3.corpus.scores import (
     join_scores,
     npy_chunks,
     read_scores,
-    score_files,
 )
 from megatron_d3.errors import ConfigError
 from megatron_d3.order import METHODS, PRESETS, Recipe, permutation, preset
@@ -34,7 +34,6 @@ EXAMPLE = """\
 megatron-d3 order --prefix corpus/web --preset saw-pretrain --ascending \\
     --output-prefix corpus/web-saw --plot web-saw.png"""
 
-PROVENANCE_VERSION = 1
 _PARAMETERS = sorted({name for defaults in METHODS.values() for name in defaults})
 
 
@@ -157,9 +156,10 @@ def run(args: argparse.Namespace) -> int:
         order = permutation(row, recipe, num_items=source.num_documents)
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
-    report = _provenance(args, recipe, source, scores, order)
+    how = _how(args, recipe, scores)
+    report = origin(source, order, is_copying=args.copy, how=how)
     if not args.dry_run:
-        _publish(args, source, scores, order, report)
+        _write(args, source, scores, order, report)
     _print(args, recipe, report, row, order)
     return 0
 
@@ -193,84 +193,49 @@ def _read_scores(args: argparse.Namespace, source: Source, *, is_needed: bool) -
     return join_scores(parts)
 
 
-def _provenance(
-    args: argparse.Namespace,
-    recipe: Recipe,
-    source: Source,
-    scores: Scores | None,
-    order: np.ndarray,
-) -> dict[str, Any]:
-    """Return what is written beside the output: all that determines it, and its hashes."""
+def _how(args: argparse.Namespace, recipe: Recipe, scores: Scores | None) -> dict[str, Any]:
+    """Return what this verb adds to the origin of its output."""
     score = None
     if scores and recipe.needs_scores:
-        row = scores.row(args.score)
         name = args.score or scores.names[0]
         paths = args.scores or [suffixed(prefix, SUFFIXES[0]) for prefix in args.prefix]
-        score = {"name": name, "files": [str(path) for path in paths], "hash": array_hash(row)}
-    how = "linked" if len(source.bins) == 1 else "concatenated"
-    return {
-        "version": PROVENANCE_VERSION,
-        "program": f"megatron-d3 {__version__}",
-        "recipe": recipe.to_dict(),
-        "preset": args.preset,
-        "score": score,
-        "inputs": [
-            {
-                "prefix": str(index.prefix),
-                "index": index_hash(index),
-                "bin_bytes": index.bin_bytes,
-                "num_documents": index.num_documents,
-                "num_tokens": index.num_tokens,
-            }
-            for index in source.indexes
-        ],
-        "bin": "copied in order" if args.copy else how,
-        "permutation": array_hash(order),
-    }
+        files = [str(path) for path in paths]
+        score = {"name": name, "files": files, "hash": array_hash(scores.row(name))}
+    return {"verb": NAME, "recipe": recipe.to_dict(), "preset": args.preset, "score": score}
 
 
-def _publish(
+def _write(
     args: argparse.Namespace,
     source: Source,
     scores: Scores | None,
     order: np.ndarray,
     report: dict[str, Any],
 ) -> None:
-    """Write everything the flags ask for; the corpus appears last."""
-    if args.permutation_out:
-        with Publication(args.permutation_out, [""], is_overwriting=args.overwrite) as new:
-            new.write("", npy_chunks(order))
-    suffixes = [".bin", *SUFFIXES, ".order.json", ".idx"]
-    with Publication(args.output_prefix, suffixes, is_overwriting=args.overwrite) as new:
-        rewrite(source, order, new, is_copying=args.copy)
-        report["output"] = {
-            "prefix": str(args.output_prefix),
-            "index": file_hash(new.aside(".idx")),
-        }
-        if scores is not None:
-            chunks, text = score_files(
-                scores.values, names=scores.names, index=report["output"]["index"], documents=order
+    """Write everything the flags ask for, or nothing."""
+    with ExitStack() as stack:
+        if args.permutation_out:
+            new = Publication(args.permutation_out, [""], is_overwriting=args.overwrite)
+            stack.enter_context(new).write("", npy_chunks(order))
+        if args.plot:
+            assert scores is not None  # refused before
+            name = args.score or scores.names[0]
+            new = Publication(args.plot, [""], is_overwriting=args.overwrite)
+            plot_order(
+                stack.enter_context(new).aside(""),
+                scores=scores.row(name),
+                order=order,
+                title=_headline(report["recipe"]),
+                score_name=name,
+                kind=args.plot.suffix.lstrip(".") or "png",
             )
-            new.write(SUFFIXES[0], chunks)
-            new.write(SUFFIXES[1], [text])
-        new.write(".order.json", [(json.dumps(report, indent=2) + "\n").encode()])
-    if args.plot:
-        assert scores is not None  # refused before
-        _plot(args, report, scores, order)
-
-
-def _plot(
-    args: argparse.Namespace, report: dict[str, Any], scores: Scores, order: np.ndarray
-) -> None:
-    name = args.score or scores.names[0]
-    with Publication(args.plot, [""], is_overwriting=args.overwrite) as new:
-        plot_order(
-            new.aside(""),
-            scores=scores.row(name),
-            order=order,
-            title=_headline(report["recipe"]),
-            score_name=name,
-            kind=args.plot.suffix.lstrip(".") or "png",
+        derive(
+            source,
+            order,
+            args.output_prefix,
+            scores=scores,
+            report=report,
+            is_copying=args.copy,
+            is_overwriting=args.overwrite,
         )
 
 

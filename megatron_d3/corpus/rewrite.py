@@ -263,7 +263,7 @@ def _gather(source: Source, name: str, which: np.ndarray, places: np.ndarray) ->
 
 def _tokens(source: Source, documents: np.ndarray | None) -> Iterator[bytes]:
     """Yield the tokens of the documents in their order."""
-    maps = [_map_bin(index) for index in source.indexes]
+    maps = [map_bin(index) for index in source.indexes]
     for which, sequences in _sequence_blocks(source, documents):
         starts = _gather(source, "pointers", which, sequences)
         sizes = _gather(source, "lengths", which, sequences).astype(np.int64)
@@ -292,7 +292,8 @@ def _is_one_to_one(index: Index) -> bool:
     return True
 
 
-def _map_bin(index: Index) -> memoryview:
+def map_bin(index: Index) -> memoryview:
+    """Return the bytes of the `.bin`, memory-mapped; refuse one replaced since it was opened."""
     if index.bin_bytes == 0:
         return memoryview(b"")
     path = suffixed(index.prefix, ".bin")

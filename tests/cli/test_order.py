@@ -83,7 +83,7 @@ def test_provenance_names_everything_that_decided(web, tmp_path, capsys):
         "--json",
     )
     order("--prefix", web, *flags, "--output-prefix", tmp_path / "out")
-    got = json.loads((tmp_path / "out.order.json").read_text())
+    got = json.loads((tmp_path / "out.origin.json").read_text())
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("mean_score_by_tenth") == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
     assert printed == got
@@ -109,7 +109,7 @@ def test_several_corpora_are_ordered_as_one(web, tmp_path):
     flags = ("--method", "sort", "--ascending", "--merge", "--output-prefix", out)
     order("--prefix", web, code, *flags)
     assert read_index(out).lengths.tolist() == [6, 2, 2, 4, 1, 5, 3, 1]
-    assert json.loads((tmp_path / "out.order.json").read_text())["bin"] == "concatenated"
+    assert json.loads((tmp_path / "out.origin.json").read_text())["bin"] == "concatenated"
 
 
 def test_copy_writes_the_tokens_in_order(web, tmp_path):
@@ -163,7 +163,8 @@ def test_an_existing_output_is_replaced_only_with_overwrite(web, tmp_path):
     flags = ("--prefix", web, "--method", "sort", "--output-prefix", tmp_path / "out")
     order(*flags, "--ascending")
     with pytest.raises(CorpusError, match=r"out.bin: exists; .*--overwrite"):
-        order(*flags, "--descending")
+        order(*flags, "--descending", "--permutation-out", tmp_path / "p.npy")
+    assert not (tmp_path / "p.npy").exists()
     assert first_tokens(tmp_path / "out") == [5, 1, 3, 4, 2, 0]
     order(*flags, "--descending", "--overwrite")
     assert first_tokens(tmp_path / "out") == [0, 2, 4, 3, 1, 5]
@@ -173,7 +174,7 @@ def test_a_corpus_can_be_ordered_in_place(web, tmp_path):
     order("--prefix", web, "--method", "sort", "--ascending", "--output-prefix", web, "--overwrite")
     assert first_tokens(web) == [5, 1, 3, 4, 2, 0]
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [f"web.{end}" for end in ("bin", "idx", "order.json", "scores.json", "scores.npy")]  # fmt: skip
+    assert names == [f"web.{end}" for end in ("bin", "idx", "origin.json", "scores.json", "scores.npy")]  # fmt: skip
 
 
 def test_even_layers_warn_on_stderr(web, tmp_path, capsys):

@@ -1,0 +1,117 @@
+"""Publish a corpus made of documents of others: `.bin`, `.idx`, their scores, and where from.
+
+out.bin            linked, concatenated or copied in order, see `rewrite.py`
+out.scores.npy     the scores of the same documents, if there are any
+out.scores.json
+out.origin.json    what the corpus was made of and how: enough to make it again, and to check
+out.idx            last: it makes the corpus one
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_d3 import __version__
+from megatron_d3.corpus.index import suffixed
+from megatron_d3.corpus.publish import Publication
+from megatron_d3.corpus.rewrite import Source, file_hash, index_hash, rewrite
+from megatron_d3.corpus.scores import (
+    SUFFIXES,
+    Scores,
+    array_hash,
+    join_scores,
+    read_scores,
+    score_files,
+)
+
+ORIGIN_VERSION = 1
+ORIGIN_SUFFIX = ".origin.json"
+ALL_SUFFIXES = (".bin", *SUFFIXES, ORIGIN_SUFFIX, ".idx")
+
+
+def origin(
+    source: Source, documents: np.ndarray | None, *, is_copying: bool, how: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what determines a derived corpus, as JSON values without clock or host.
+
+    Args:
+        source: the documents it is made of.
+        documents: the chosen ones in their order; None: all as they are.
+        is_copying: as for `rewrite`.
+        how: what the verb adds: its name, parameters and seed.
+    """
+    linked = "linked" if len(source.bins) == 1 else "concatenated"
+    return {
+        "version": ORIGIN_VERSION,
+        "program": f"megatron-d3 {__version__}",
+        **how,
+        "inputs": [
+            {
+                "prefix": str(index.prefix),
+                "index": index_hash(index),
+                "bin_bytes": index.bin_bytes,
+                "num_documents": index.num_documents,
+                "num_tokens": index.num_tokens,
+            }
+            for index in source.indexes
+        ],
+        "bin": "copied in order" if is_copying else linked,
+        "documents": None if documents is None else array_hash(documents),
+    }
+
+
+def derive(
+    source: Source,
+    documents: np.ndarray | None,
+    prefix: str | Path,
+    *,
+    scores: Scores | None,
+    report: dict[str, Any],
+    is_copying: bool = False,
+    is_overwriting: bool = False,
+) -> None:
+    """Write a derived corpus; all its files appear together.
+
+    Args:
+        source: the documents it is made of.
+        documents: the chosen ones in their order; None: all as they are.
+        prefix: where it is written, without suffix.
+        scores: of all documents of `source`; None: it has none.
+        report: from `origin`; gains the entry "output".
+        is_copying: as for `rewrite`.
+        is_overwriting: as for `Publication`.
+
+    Raises:
+        CorpusError: as `rewrite` and `Publication`.
+    """
+    with Publication(prefix, ALL_SUFFIXES, is_overwriting=is_overwriting) as new:
+        rewrite(source, documents, new, is_copying=is_copying)
+        index = file_hash(new.aside(".idx"))
+        report["output"] = {"prefix": str(prefix), "index": index}
+        if scores is not None:
+            chunks, text = score_files(
+                scores.values, names=scores.names, index=index, documents=documents
+            )
+            new.write(SUFFIXES[0], chunks)
+            new.write(SUFFIXES[1], [text])
+        new.write(ORIGIN_SUFFIX, [(json.dumps(report, indent=2) + "\n").encode()])
+
+
+def scores_beside(source: Source) -> tuple[Scores | None, list[Path]]:
+    """Return the scores of all documents, if every corpus has a score file, and the missing ones.
+
+    Raises:
+        CorpusError: a file is broken or does not belong, or the corpora have different scores.
+    """
+    paths = [suffixed(index.prefix, SUFFIXES[0]) for index in source.indexes]
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        return None, missing
+    parts = [
+        read_scores(path, index=index) for path, index in zip(paths, source.indexes, strict=True)
+    ]
+    return join_scores(parts), []
