@@ -1,0 +1,68 @@
+"""Static weights: written down, read from a file, or uniform."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_d3.errors import ConfigError
+from megatron_d3.mix.stateless import Stateless
+from megatron_d3.mix.weights import weights_by_name
+from megatron_d3.types import DomainInfo, MixContext
+
+WHERE = "d3.mix.weights"
+
+
+class Static(Stateless):
+    """The same weights at every step.
+
+    >>> domains = [DomainInfo("web", 10, 10), DomainInfo("code", 10, 10)]
+    >>> mixer = Static(Static.Config({"web": 3, "code": 1}), domains, total_samples=100)
+    >>> context = MixContext(step=0, position=0, total_samples=100, consumed=np.zeros(2, np.int64))
+    >>> mixer.weights(mixer.init(), context).tolist()
+    [0.75, 0.25]
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        """Settings of `type: static`."""
+
+        weights: dict[str, float] | Path | None = None
+        """A weight >= 0 for every domain, in any unit (0 leaves a domain out); or the path of a JSON
+        file that holds them under the key `weights`; or null: all domains alike."""
+
+    def __init__(self, config: Config, domains: Sequence[DomainInfo], *, total_samples: int):
+        """Raises ConfigError for weights that are no weights, or a file that has none."""
+        if config.weights is None:
+            self._weights = np.full(len(domains), 1.0 / len(domains))
+        elif isinstance(config.weights, Path):
+            named = _read(config.weights)
+            self._weights = weights_by_name(named, domains, f"{WHERE}: {config.weights}: weights")
+        else:
+            self._weights = weights_by_name(config.weights, domains, WHERE)
+
+    def weights(self, state: dict[str, np.ndarray], context: MixContext) -> np.ndarray:
+        """Return (K,) float64, the same at every step."""
+        return self._weights.copy()
+
+
+def _read(path: Path) -> dict[str, float]:
+    """Return the weights of a `{"weights": {name: number}}` file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{WHERE}: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{WHERE}: {path} is not JSON: {error}") from error
+    named = content.get("weights") if isinstance(content, Mapping) else None
+    is_named = isinstance(named, Mapping) and all(
+        isinstance(weight, int | float) and not isinstance(weight, bool)
+        for weight in named.values()
+    )
+    if not is_named:
+        raise ConfigError(f'{WHERE}: {path} holds no {{"weights": {{name: number}}}}')
+    return dict(named)  # type: ignore[arg-type]
