@@ -47,16 +47,19 @@ def project(weights: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, float]:
     if reachable.sum() <= 1.0:
         # Nothing to choose: all are at their limits. (No limit at all: no room, keep the weights.)
         return (reachable / reachable.sum() if reachable.any() else weights.copy()), np.inf
-    # Entries reach their limit in the order of upper / weight while tau grows.  # (A,) below
-    at = np.flatnonzero(has_weight)
-    with np.errstate(over="ignore"):  # a tiny weight: never reached
-        at = at[np.argsort(upper[at] / weights[at], kind="stable")]
-    for num_capped in range(len(at)):
-        free = at[num_capped:]
-        tau = (1.0 - upper[at[:num_capped]].sum()) / weights[free].sum()
-        if tau * weights[free[0]] <= upper[free[0]]:
-            break
-    return np.where(has_weight, np.minimum(upper, tau * weights), 0.0), float(tau)
+    # While tau grows, entries reach their limit in the order of weight / upper, largest first.
+    at = np.flatnonzero(has_weight)  # (A,)
+    with np.errstate(all="ignore"):  # limits of 0, and weights at the end of float64's range
+        at = at[np.argsort(-weights[at] / upper[at], kind="stable")]
+        projected = np.where(has_weight, upper, 0.0)
+        for num_capped in range(len(at)):
+            free = at[num_capped:]
+            left = 1.0 - upper[at[:num_capped]].sum()
+            shares = left * (weights[free] / weights[free].sum())
+            if shares[0] <= upper[free[0]]:
+                break
+        projected[free] = np.minimum(shares, upper[free])
+        return projected, float(left / weights[free].sum())
 
 
 class EpochCap:

