@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -188,3 +189,26 @@ def test_hashes_depend_on_the_index_only(tmp_path):
     hashes = [index_hash(read_index(tmp_path / name)) for name in "abc"]
     assert hashes[0] == hashes[1] != hashes[2]
     assert hashes[0] == file_hash(tmp_path / "a.idx")
+
+
+@pytest.mark.mcore
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_megatron_merges_to_the_same_bytes_and_reads_the_new_order(tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    both = SIMPLE + MIXED
+    prefixes = [write(tmp_path / "a", SIMPLE), write(tmp_path / "b", MIXED)]
+    builder = IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16)
+    for prefix in prefixes:
+        builder.add_index(str(prefix))
+    builder.finalize(str(tmp_path / "m.idx"))
+    make(tmp_path / "ours", prefixes, None)
+    for suffix in (".bin", ".idx"):
+        merged = (tmp_path / f"m{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == merged
+
+    order = [6, 0, 3, 1, 5, 4, 2]
+    make(tmp_path / "out", prefixes, order)
+    got = IndexedDataset(str(tmp_path / "out"))
+    wanted = [sequence for number in order for sequence in both[number]]
+    assert [got[number].tolist() for number in range(len(got))] == wanted
