@@ -81,9 +81,11 @@ def test_projection_without_any_room_keeps_the_weights():
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 3)), min_size=1, max_size=8))
 def test_projection_is_on_the_simplex_below_the_limits_and_proportional(pairs):
     weights, upper = np.array(pairs).T
-    if weights.sum() < 1e-3 or upper[weights > 0].sum() <= 1 + 1e-9:
+    if weights.sum() < 1e-3:
         return
     weights = weights / weights.sum()
+    if upper[weights > 0].sum() <= 1 + 1e-9:
+        return
     projected, tau = project(weights, upper)
     assert projected.sum() == pytest.approx(1, abs=1e-9)
     assert (projected <= upper).all() and (projected[weights == 0] == 0).all()
