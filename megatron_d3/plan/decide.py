@@ -195,7 +195,7 @@ class Decider:
         if drawn is None:
             return None
         domains, carry = drawn
-        samples, cursors = _ordinals(domains, state.cursors)
+        samples, cursors = number_draws(domains, state.cursors)
         records = np.empty(stop - start, RECORD)
         records["domain"] = np.asarray(self.table_ids, np.int16)[domains]
         records["sample"] = samples
@@ -302,7 +302,7 @@ def _first_excess(domains: np.ndarray, left: np.ndarray) -> int:
     return first
 
 
-def _ordinals(domains: np.ndarray, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def number_draws(domains: np.ndarray, cursors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Number the draws of each domain on from its cursor.
 
     Returns:

@@ -134,7 +134,7 @@ class PlanKeeper(PlanFollower):
     def open(
         cls, directory: Path, header: RunHeader, make_decider: DeciderFactory, *,
         iteration: int = 0, consumed: int = 0, mode: Literal["strict", "fork"] = "strict",
-        source: Path | None = None, snapshot_every: int = SNAPSHOT_EVERY,
+        copy_from: Path | None = None, snapshot_every: int = SNAPSHOT_EVERY,
     ) -> PlanKeeper:
         """Start the plan in `directory`, or continue it from a checkpoint.
 
@@ -146,7 +146,7 @@ class PlanKeeper(PlanFollower):
             consumed: training samples consumed by then.
             mode: `fork` allows changes that alter the order of samples from here on, and a plan
                 that starts at a checkpoint made without one.
-            source: plan directory beside the checkpoint that was loaded, if it is another; copied
+            copy_from: plan directory beside the checkpoint that was loaded, if it is another; copied
                 when `directory` has no plan yet, and left as it is.
             snapshot_every: rounds between stored states.
 
@@ -154,8 +154,8 @@ class PlanKeeper(PlanFollower):
             ResumeError: the plan does not belong to this run or checkpoint.
             PlanError: the plan cannot be read or written, or another process writes it.
         """
-        if source is not None and not (directory / PLAN).exists() and (source / PLAN).exists():
-            copy_plan(source, directory)
+        if copy_from is not None and not (directory / PLAN).exists():
+            copy_plan(copy_from, directory)
         if (directory / PLAN).exists():
             resumed = resume(directory, Checkpoint(iteration, consumed), header, make_decider,
                              is_fork=mode == "fork")
@@ -172,12 +172,15 @@ class PlanKeeper(PlanFollower):
         return cls(decider, decider.init(position=consumed, iteration=iteration), store,
                    snapshot_every=snapshot_every)
 
-    def positions(self, start: int, stop: int) -> np.ndarray:
-        """Return the records of decided positions, e.g. those read ahead before a resume.
+    def positions(self, start: int, stop: int | None = None) -> np.ndarray:
+        """Return the records of positions [start, stop), e.g. those read ahead before a resume.
+
+        `stop` is the frontier unless given.
 
         Raises:
             PlanError: a position is not decided.
         """
+        stop = self.state.position if stop is None else stop
         if stop > self.state.position:
             raise PlanError(f"{self.store.directory}: position {stop - 1} was asked for, decided "
                             f"are those below {self.state.position}")
@@ -222,11 +225,13 @@ class PlanKeeper(PlanFollower):
 
 
 def copy_plan(source: Path, directory: Path) -> None:
-    """Copy a plan directory, without what was set aside in it.
+    """Copy a plan directory, without what was set aside in it. Does nothing if there is no plan.
 
     Raises:
         PlanError: the copy cannot be written, or `directory` holds something.
     """
+    if not (source / PLAN).exists():
+        return
     aside = directory.with_name(directory.name + ".tmp")
     with explained(directory, "copy"):
         directory.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ class Replay:
         until: stop at this iteration: as of a checkpoint taken there. None for all of the plan.
         position: samples consumed by then: where a generation that begins there would start.
         snapshot: where to start; None for the start of the plan.
+        visit: called with each state that the run went through after its first round.
 
     Attributes:
         state: as of now.
@@ -54,6 +55,7 @@ class Replay:
     def __init__(
         self, reader: PlanReader, make_decider: DeciderFactory, *, until: int | None = None,
         position: int | None = None, snapshot: Snapshot | None = None,
+        visit: Callable[[DeciderState], None] | None = None,
     ) -> None:
         self.reader = reader
         self.until = until
@@ -61,6 +63,7 @@ class Replay:
         self.generation = 0 if snapshot is None else snapshot.generation
         self._make_decider = make_decider
         self._position = position
+        self._visit = visit or (lambda state: None)
         current = self._generations[self.generation]
         self.decider = make_decider(current.header, current.domain_ids)
         self.state = self.decider.init(position=current.position, iteration=current.iteration)
@@ -137,6 +140,7 @@ class Replay:
                                   f"{error} that the plan has not") from error
             self.state = self.decider.observe(self.state, signals)
             self.ledger_end, self._seal = end, seal
+            self._visit(self.state)
             self._next_row = next(self._ledger, None)
 
     def _decide(self, row: RoundRow) -> Segment:
@@ -149,6 +153,7 @@ class Replay:
             raise ReplayError(f"round {row.round} should not exist: the plan is complete before it")
         self.state, segment = decided
         self._compare(row, segment)
+        self._visit(self.state)
         target = self._upcoming.position if self._upcoming is not None else self._position
         if target is not None and self.rewound is None and segment.stop > target:
             cut = self.decider.decide(before, limit=target)
@@ -179,6 +184,7 @@ class Replay:
         self.state = enter(self.state, rewound, old, new, self.decider)
         self.generation += 1
         self.rewound = None
+        self._visit(self.state)
 
 
 def next_generation(

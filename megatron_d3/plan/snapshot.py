@@ -75,6 +75,11 @@ class Snapshot:
         return DeciderState.from_arrays(self._arrays)
 
     @property
+    def round(self) -> int:
+        """The state's last round, from the file's name."""
+        return int(self.path.stem.partition("-")[0])
+
+    @property
     def iteration(self) -> int:
         """The state's iteration, from the file's name."""
         return int(self.path.stem.rpartition("-")[2])

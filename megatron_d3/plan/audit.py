@@ -1,0 +1,175 @@
+"""Check a whole plan: compute it again from its settings and ledger, and compare every byte.
+
+Found are, among others: one sample swapped or repeated, a changed weight, loss or cursor, a row that
+was added or removed, an end that is missing, a stored state of another run. The corpora are not
+needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_d3.errors import PlanError
+from megatron_d3.plan.decide import DeciderState, number_draws
+from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
+from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError
+from megatron_d3.plan.rows import NO_HASH, iter_lines, unseal
+from megatron_d3.plan.segment import RECORD
+from megatron_d3.plan.snapshot import Snapshot
+
+
+# A plan of another run would fill the screen.
+_MAX_FINDINGS = 10
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit saw.
+
+    Attributes:
+        findings: what is wrong, a sentence each, in the order found; empty for a sound plan.
+        num_rounds: rounds checked.
+        num_positions: positions checked.
+        num_steps: ledger rows checked.
+        num_states: stored states checked.
+    """
+
+    findings: tuple[str, ...]
+    num_rounds: int
+    num_positions: int
+    num_steps: int
+    num_states: int
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing is wrong."""
+        return not self.findings
+
+
+def audit(directory: Path, make_decider: DeciderFactory) -> Audit:
+    """Audit a plan that no run is writing to at the moment.
+
+    Args:
+        directory: the plan directory.
+        make_decider: builds the decider of each generation from `plan.json`.
+
+    Raises:
+        PlanError: there is no plan, or it has another version: nothing can be checked.
+    """
+    return _Auditor(PlanReader(directory), make_decider).run()
+
+
+class _Auditor:
+    def __init__(self, reader: PlanReader, make_decider: DeciderFactory) -> None:
+        self._reader = reader
+        self._make_decider = make_decider
+        self._findings: list[str] = []
+        self._cursors = np.zeros(len(reader.plan.table), np.int64)  # by table id
+        self._states = {(s.round, s.iteration): s for s in reader.snapshots()}
+        self._num_rounds = self._num_states = self._num_steps = 0
+        self._checked_to = reader.first_position
+
+    def run(self) -> Audit:
+        try:
+            self._replay()
+        except PlanError as error:
+            self._findings.append(str(error))
+        else:
+            self._check_ends()
+            self._findings += [f"{snapshot.path}: not a state of this plan"
+                               for snapshot in self._states.values()]
+        self._check_evals()
+        return Audit(tuple(self._findings), self._num_rounds,
+                     self._checked_to - self._reader.first_position, self._num_steps,
+                     self._num_states)
+
+    def _replay(self) -> None:
+        replay = Replay(self._reader, self._make_decider, visit=self._check_state)
+        try:
+            for row, segment in replay.rounds():
+                stop = self._reader.stop_of(row)
+                if stop > segment.start:
+                    self._check_positions(row.round, segment.start,
+                                          segment.records[:stop - segment.start])
+                self._num_rounds += 1
+        finally:
+            self._num_steps = sum(1 for _ in iter_lines(self._reader.directory / LEDGER))
+        if replay.state.consumed > replay.state.position:
+            self._findings.append(
+                f"{ROUNDS}: decides positions up to {replay.state.position - 1}, but training has "
+                f"consumed {replay.state.consumed}: its end is missing")
+
+    def _check_positions(self, round_number: int, start: int, expected: np.ndarray) -> None:
+        num_stored = self._reader.first_position + self._reader.num_stored - start
+        stored = self._reader.stored(start, start + min(len(expected), max(0, num_stored)))
+        wrong = np.flatnonzero(stored != expected[:len(stored)])
+        if len(wrong):
+            i = int(wrong[0])
+            self._findings.append(
+                f"position {start + i} (round {round_number}): {POSITIONS} has "
+                f"{self._named(stored[i])}, expected {self._named(expected[i])}")
+        samples, cursors = number_draws(expected["domain"], self._cursors)
+        repeated = np.flatnonzero(samples != expected["sample"])
+        if len(repeated):  # the replay itself would repeat or lose a sample
+            i = int(repeated[0])
+            self._findings.append(
+                f"position {start + i} (round {round_number}): {self._named(expected[i])} is not "
+                f"the next sample of its domain, which is {int(samples[i])}")
+        if len(self._findings) >= _MAX_FINDINGS:
+            raise ReplayError(f"{_MAX_FINDINGS} findings: stopped at position {start}")
+        self._cursors = cursors
+        self._checked_to = start + len(stored)
+        if len(stored) < len(expected):
+            raise ReplayError(f"position {self._checked_to}: {POSITIONS} ends before it; its end is "
+                              "missing")
+
+    def _named(self, record: np.ndarray) -> str:
+        domain, sample = int(record["domain"]), int(record["sample"])
+        table = self._reader.plan.table
+        name = table[domain].name if 0 <= domain < len(table) else f"unknown domain {domain}"
+        return f"{name} {sample}"
+
+    def _check_state(self, state: DeciderState) -> None:
+        snapshot = self._states.pop((state.round - 1, state.iteration), None)
+        if snapshot is None:
+            return
+        # NOTE: at a fork two states have these numbers; the later one was stored last.
+        if not _is_same(snapshot, state):
+            self._states[state.round - 1, state.iteration] = snapshot
+        else:
+            self._num_states += 1
+
+    def _check_ends(self) -> None:
+        reader = self._reader
+        size = (reader.directory / POSITIONS).stat().st_size
+        committed = (reader.frontier - reader.first_position) * RECORD.itemsize
+        if size != committed:
+            self._findings.append(
+                f"{POSITIONS}: holds {size} bytes, {ROUNDS} commits {committed}: the end of {ROUNDS} "
+                "is missing, or the run was killed while writing (a resume sets that aside)")
+        for name in (ROUNDS, LEDGER, EVALS):
+            path = reader.directory / name
+            end = 0
+            for _, end in iter_lines(path):
+                pass
+            if path.exists() and end != path.stat().st_size:
+                self._findings.append(f"{name}: its last row is torn: the run was killed while "
+                                      "writing (a resume sets it aside)")
+
+    def _check_evals(self) -> None:
+        seal: str | None = NO_HASH
+        for row, _, line in self._reader.evals():
+            seal = unseal(line, seal or NO_HASH)
+            if seal is None:
+                self._findings.append(f"{EVALS}: the row of iteration {row.iteration} was changed, "
+                                      "or rows before it are missing")
+                return
+
+
+def _is_same(snapshot: Snapshot, state: DeciderState) -> bool:
+    stored, computed = snapshot.state.to_arrays(), state.to_arrays()
+    return stored.keys() == computed.keys() and all(
+        stored[name].tobytes() == computed[name].tobytes() for name in stored)
