@@ -5,13 +5,17 @@ A Megatron that moved one of these must stop the run with a sentence, not train 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from pathlib import Path
+from typing import Any
 
+import torch
 from megatron.core import package_info
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets import utils as datasets_utils
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import training
 
@@ -63,3 +67,47 @@ def use_prebuilt_helpers() -> None:
         "megatron.core.datasets.helpers_cpp"
     ):
         datasets_utils.compile_helpers = lambda: None
+
+
+def mend_distributed_optimizer_load() -> None:
+    """Let the distributed optimizer continue exactly where torch's own Adam stopped.
+
+    Without Apex and Transformer Engine, Megatron 0.19 cannot load such a checkpoint:
+
+    * `sharded_state_dict` reads the step count from the states, which torch's Adam creates in its
+      first step only (`assert len(steps) == 1`). Megatron's own remedy elsewhere, a step on zero
+      gradients, is applied here; what it changes is overwritten by the load.
+    * With float32 weights the load copies into views of parameters that require gradients, which
+      torch refuses outside of `no_grad`.
+    * `load_state_dict` gives all parameters one shared `step` tensor, so that each Adam step counts
+      once per parameter: losses part from the second step after a resume on.
+    * The reshardable format stores no `step`, but the load asks for one.
+    """
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer_class = distrib_optimizer.DistributedOptimizer
+    stock_sharded = optimizer_class.sharded_state_dict
+    stock_load = optimizer_class.load_state_dict
+    stock_set = optimizer_class._set_main_param_and_optimizer_states
+
+    @functools.wraps(stock_sharded)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(stock_sharded).bind(self, *args, **kwargs)
+        if bound.arguments.get("is_loading") and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return stock_sharded(self, *args, **kwargs)
+
+    @functools.wraps(stock_load)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        stock_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    @functools.wraps(stock_set)
+    @torch.no_grad()
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        stock_set(self, model_param, {**tensors, "step": None})  # None: left as it is
+
+    optimizer_class.sharded_state_dict = sharded_state_dict
+    optimizer_class.load_state_dict = load_state_dict
+    optimizer_class._set_main_param_and_optimizer_states = set_states

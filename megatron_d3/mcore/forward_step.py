@@ -64,11 +64,11 @@ class ForwardStep:
         timers("batch-generator", log_level=2).start()
         with self._straggler_timer(bdata=True):
             vp_stage = get_attr_wrapped_model(model, "vp_stage")
-            batch, domain_ids = _get_batch(data_iterator, vp_stage)
+            batch, origin = _get_batch(data_iterator, vp_stage)
         timers("batch-generator").stop()
 
         loss_function = partial(
-            _loss, batch["loss_mask"], tally=self._tally, domain_ids=domain_ids,
+            _loss, batch["loss_mask"], tally=self._tally, origin=origin,
             is_training=model.training)
         with self._straggler_timer:
             if return_schedule_plan:
@@ -89,8 +89,8 @@ def _get_batch(
     """Read a micro-batch on tensor-parallel rank 0 and share it as Megatron does.
 
     Returns:
-        The batch, and the domain id of each sample (micro_batch_size,) int64 where this rank read
-        a planned dataset itself, else None.
+        The batch, and domain and position of each sample, (micro_batch_size, 2) int64, where this
+        rank read a planned dataset itself, else None.
     """
     args = get_args()
     has_cu_seqlens = args.dataloader_inter_document_masking
@@ -98,13 +98,13 @@ def _get_batch(
         return dict.fromkeys(_FIELDS), None
 
     batch: Batch = {}
-    domain_ids = None
+    origin = None
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         sample = next(data_iterator)
-        domain_ids = sample.get("domain_id")
-        if domain_ids is not None:
-            domain_ids = domain_ids.cuda(non_blocking=True)
+        origin = sample.get("origin")
+        if origin is not None:
+            origin = origin.cuda(non_blocking=True)
         for field in _FIELDS:
             value = sample.get(field)
             batch[field] = None if value is None else value.cuda(non_blocking=True)
@@ -132,7 +132,7 @@ def _get_batch(
             cp_group=mpu.get_context_parallel_group(),
             use_per_sequence_balancing=has_cu_seqlens,
         )
-    return batch, domain_ids
+    return batch, origin
 
 
 def _packed_seq_params(batch: Batch) -> PackedSeqParams | None:
@@ -157,7 +157,7 @@ def _loss(
     token_losses: torch.Tensor,
     *,
     tally: DomainTally | None,
-    domain_ids: torch.Tensor | None,
+    origin: torch.Tensor | None,
     is_training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of token losses, number of tokens, and the report that Megatron logs."""
@@ -167,8 +167,8 @@ def _loss(
     num_tokens = mask.sum().clone().detach().to(torch.int)
     report = {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
     _validate(loss)
-    if tally is not None and domain_ids is not None:
-        tally.add(token_losses.detach(), loss_mask, domain_ids, is_training=is_training)
+    if tally is not None and origin is not None:
+        tally.add(token_losses.detach(), loss_mask, origin, is_training=is_training)
     return loss, num_tokens, report
 
 

@@ -39,6 +39,7 @@ def _main(started_at: float) -> None:
 
     compat.check()
     compat.use_prebuilt_helpers()
+    compat.mend_distributed_optimizer_load()
     set_startup_timestamps(program_start=started_at, main_entry=time.time())
 
     def add_arguments(parser: Any) -> Any:

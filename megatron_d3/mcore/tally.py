@@ -14,23 +14,29 @@ class DomainTally:
     Args:
         num_domains: K.
         device: where the token losses are.
+
+    Attributes:
+        training, evaluation: (K, 2) float64, loss sum in nats and number of tokens.
+        position_sum: (1,) float64, sum of the positions that the step trained on.
     """
 
     def __init__(self, num_domains: int, device: torch.device) -> None:
         self._ids = torch.arange(num_domains, device=device)  # (K,)
         self.training = torch.zeros(num_domains, 2, dtype=torch.float64, device=device)
         self.evaluation = torch.zeros_like(self.training)
+        self.position_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self._num_added = 0
         self._num_microbatches = 0
 
     def start_step(self, num_microbatches: int) -> None:
         """Forget the last step; the next one adds `num_microbatches` times on this rank."""
         self.training.zero_()
+        self.position_sum.zero_()
         self._num_added = 0
         self._num_microbatches = num_microbatches
 
     def add(
-        self, token_losses: torch.Tensor, loss_mask: torch.Tensor, domain_ids: torch.Tensor,
+        self, token_losses: torch.Tensor, loss_mask: torch.Tensor, origin: torch.Tensor,
         *, is_training: bool,
     ) -> None:
         """Add one micro-batch.
@@ -38,10 +44,11 @@ class DomainTally:
         Args:
             token_losses: (B, S) losses in nats.
             loss_mask: (B, S) 1 for tokens that count.
-            domain_ids: (B,) int64 in [0, K).
+            origin: (B, 2) int64, domain in [0, K) and position of each sample.
             is_training: False adds to the evaluation's sums.
         """
-        batch_size = domain_ids.shape[0]
+        domain_ids, positions = origin.unbind(dim=1)  # (B,), (B,)
+        batch_size = len(domain_ids)
         mask = loss_mask.view(batch_size, -1).float()
         losses = token_losses.view(batch_size, -1).float()
         per_sample = torch.stack(
@@ -58,3 +65,4 @@ class DomainTally:
             self.start_step(self._num_microbatches)
         self._num_added += 1
         self.training += sums
+        self.position_sum += positions.sum()

@@ -1,0 +1,88 @@
+"""Per-domain losses, weights and shares: in the log, in TensorBoard and in W&B.
+
+Megatron's own writers are used; both live on the last rank, and so do our lines. Names are
+`d3/<thing>/<domain>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from megatron.training import print_rank_last
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+# Domains named in one log line; the rest are in TensorBoard and in the ledger.
+_NUM_SHOWN = 12
+
+
+class DomainMetrics:
+    """Writes what the domains did.
+
+    Args:
+        names: (K,) domain names.
+        log_interval: steps between two log lines; losses are token means since the last line.
+        tensorboard_interval: steps between two points in TensorBoard and W&B.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, log_interval: int, tensorboard_interval: int
+    ) -> None:
+        self._names = list(names)
+        self._log_interval = log_interval
+        self._tensorboard_interval = tensorboard_interval
+        self._loss_sums = np.zeros(len(names))
+        self._num_tokens = np.zeros(len(names), dtype=np.int64)
+
+    def trained(
+        self, iteration: int, *, loss_sums: np.ndarray, num_tokens: np.ndarray,
+        weights: np.ndarray, shares: np.ndarray,
+    ) -> None:
+        """Report a training step.
+
+        Args:
+            iteration: 1-based.
+            loss_sums, num_tokens: (K,) of this step.
+            weights: (K,) target weights of the step's positions.
+            shares: (K,) share of each domain in all samples trained on so far.
+        """
+        has_loss = (num_tokens > 0) & np.isfinite(loss_sums)
+        self._loss_sums[has_loss] += loss_sums[has_loss]
+        self._num_tokens[has_loss] += num_tokens[has_loss]
+        if iteration % self._tensorboard_interval == 0:
+            self._write(iteration, "loss", _means(loss_sums, num_tokens))
+            self._write(iteration, "weight", weights)
+            self._write(iteration, "share", shares)
+        if iteration % self._log_interval == 0:
+            losses = _means(self._loss_sums, self._num_tokens)
+            print_rank_last(f" d3 iteration {iteration} | loss " + self._line(losses, "{:.4f}")
+                            + " | weight " + self._line(weights, "{:.3f}"))
+            self._loss_sums[:] = 0
+            self._num_tokens[:] = 0
+
+    def evaluated(self, iteration: int, *, loss_sums: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Report an evaluation on the held-out samples: (K,) sums and counts."""
+        losses = _means(loss_sums, num_tokens)
+        self._write(iteration, "valid_loss", losses)
+        print_rank_last(f" d3 validation at iteration {iteration} | loss "
+                        + self._line(losses, "{:.4f}"))
+
+    def _line(self, values: np.ndarray, form: str) -> str:
+        shown = [f"{name} {form.format(value)}"
+                 for name, value in zip(self._names, values, strict=True) if np.isfinite(value)]
+        hidden = len(shown) - _NUM_SHOWN
+        return " ".join(shown[:_NUM_SHOWN]) + (f" (+{hidden} more)" if hidden > 0 else "")
+
+    def _write(self, iteration: int, thing: str, values: np.ndarray) -> None:
+        points = {f"d3/{thing}/{name}": float(value)
+                  for name, value in zip(self._names, values, strict=True) if np.isfinite(value)}
+        if writer := get_tensorboard_writer():
+            for name, value in points.items():
+                writer.add_scalar(name, value, iteration)
+        if (wandb := get_wandb_writer()) and points:
+            wandb.log(points, iteration)
+
+
+def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Token means, NaN for a domain without tokens."""
+    return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)

@@ -1,0 +1,249 @@
+"""A planned run on one rank: opens the plan, feeds the datasets, hooks into each step.
+
+    provide          rank 0 opens or resumes the plan, the others follow its state
+    before_step      decide rounds until the step and the workers' read-ahead are covered
+    (stock step)     the forward step tallies losses per domain
+    after_step       one all-reduce: losses, counts, and the proof that all ranks agree
+    after_evaluation the same for the held-out samples
+
+Every rank runs the same decider on the same signals, so no segment is ever sent; rank 0 also writes
+the plan directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args, print_rank_0
+
+from megatron_d3.corpus.domain import Domain
+from megatron_d3.errors import PlanError
+from megatron_d3.mcore import collective
+from megatron_d3.mcore.args import RunArgs
+from megatron_d3.mcore.datasets import HeldOutDataset, PlannedDataset, SampleMaker
+from megatron_d3.mcore.metrics import DomainMetrics
+from megatron_d3.mcore.position_ring import PositionRing
+from megatron_d3.mcore.stock_data import is_built_on_this_rank
+from megatron_d3.mcore.tally import DomainTally
+from megatron_d3.plan.header import RunHeader
+from megatron_d3.plan.keeper import PlanFollower, PlanKeeper
+from megatron_d3.plan.replay import DeciderFactory
+from megatron_d3.plan.segment import Segment
+from megatron_d3.types import StepSignals
+
+# The plan's files are flushed to disk before a checkpoint, and at least this often.
+_SYNC_SECONDS = 1.0
+
+
+class PlannedRun:
+    """The state of a planned run on this rank.
+
+    Args:
+        args: what was read of Megatron's arguments.
+        domains: opened, in domain order.
+        header: what the plan is made from.
+        make_decider: builds the decider of a header.
+        maker: makes the fields of a sample.
+    """
+
+    # Megatron: every rank calls the dataset provider, not only those that read samples.
+    is_distributed = True
+
+    def __init__(
+        self, args: RunArgs, domains: Sequence[Domain], *, header: RunHeader,
+        make_decider: DeciderFactory, maker: SampleMaker,
+    ) -> None:
+        self._args = args
+        self._domains = domains
+        self._header = header
+        self._make_decider = make_decider
+        self._maker = maker
+        self.tally = DomainTally(len(domains), torch.device("cuda", torch.cuda.current_device()))
+        self._metrics = DomainMetrics(
+            [domain.name for domain in domains], log_interval=args.log_interval,
+            tensorboard_interval=args.tensorboard_log_interval)
+        self._plan: PlanFollower | None = None  # on rank 0 a PlanKeeper
+        self._ring: PositionRing | None = None
+        self._upcoming: deque[Segment] = deque()  # decided, not yet trained on
+        self._synced_at = 0.0
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def provide(
+        self, num_samples: Sequence[int | None], vp_stage: int | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Megatron's `train_valid_test_dataset_provider`, called once the checkpoint is loaded."""
+        if self._plan is None:
+            self._open_plan()
+        if not is_built_on_this_rank(vp_stage):
+            return None, None, None
+        train = PlannedDataset(self.ring, self._domains, self._maker, self._args.total_samples)
+        return train, self._held_out(num_samples[1]), None
+
+    def _held_out(self, num_samples: int | None) -> HeldOutDataset | None:
+        if num_samples == 0:
+            return None
+        return HeldOutDataset(
+            self._domains, self._maker, num_samples=num_samples,
+            samples_per_evaluation=self._args.eval_samples)
+
+    @property
+    def plan(self) -> PlanFollower:
+        """The plan; `provide` has opened it."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def ring(self) -> PositionRing:
+        """The decided positions around the present."""
+        assert self._ring is not None
+        return self._ring
+
+    def _open_plan(self) -> None:
+        """Open or resume the plan at the loaded checkpoint and decide the first positions."""
+        args = get_args()
+        iteration, consumed = args.iteration, args.consumed_train_samples
+        keepers: list[PlanKeeper] = []
+
+        def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray]:
+            keeper = PlanKeeper.open(
+                self._args.plan_dir, self._header, self._make_decider, iteration=iteration,
+                consumed=consumed, mode=self._args.resume, source=self._args.load_plan_dir)
+            keepers.append(keeper)
+            # Copied: the file's memory map must not travel to other nodes.
+            decided = np.array(keeper.positions(consumed, keeper.state.position))
+            return keeper.state_arrays(), decided
+
+        arrays, decided = collective.on_rank_0(open_plan)
+        if keepers:
+            self._plan = keepers[0]
+            for message in keepers[0].messages:
+                print_rank_0(f" {message}")
+        else:
+            self._plan = PlanFollower.from_arrays(self._header, self._make_decider, arrays)
+        self._ring = PositionRing(start=consumed, capacity=self._ring_capacity(len(decided)))
+        self._append(consumed, decided)
+        self._advance(iteration, consumed)
+
+    def _ring_capacity(self, num_decided: int) -> int:
+        """Enough for the positions from the present to the frontier, whatever the next round."""
+        largest = max(size for _, size in self._args.batch_steps)
+        num_batches = 2 + len(self._args.iterations_to_skip) + self.plan.decider.round_steps
+        return num_decided + self._args.read_ahead + num_batches * largest
+
+    def _append(self, start: int, records: np.ndarray) -> None:
+        ids = np.asarray(self.plan.decider.table_ids)  # (K,)
+        number_of = np.full(ids.max() + 1, -1, dtype=np.int16)
+        number_of[ids] = np.arange(len(ids))
+        self.ring.append(start, number_of[records["domain"]], records["sample"])
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def before_step(self, iteration: int) -> bool:
+        """Decide what the step and the DataLoader workers need; False if the plan ends here."""
+        consumed = get_args().consumed_train_samples
+        self._advance(iteration, consumed)
+        if self.ring.stop < consumed + self._batch_size(consumed):
+            print_rank_0(
+                f" d3: the plan ends at position {self.ring.stop}: a domain has reached "
+                "d3.mix.max_epochs and d3.mix.exhausted is stop; saving and leaving")
+            return False
+        self.tally.start_step(get_num_microbatches())
+        return True
+
+    def _batch_size(self, consumed: int) -> int:
+        return self._header.batch_schedule.size_at(consumed)
+
+    def _advance(self, iteration: int, consumed: int) -> None:
+        # Megatron passes over skipped iterations without calling the hook.
+        num_batches = 1
+        while iteration + num_batches + 1 in self._args.iterations_to_skip:
+            num_batches += 1
+        until = self._header.batch_schedule.stop_after(consumed, num_batches)
+        for segment in self.plan.advance(until + self._args.read_ahead):
+            self._append(segment.start, segment.records)
+            self._upcoming.append(segment)
+
+    def after_step(self, iteration: int, *, is_skipped: bool) -> None:
+        """Reduce what the step measured, check that all ranks agree, write the ledger."""
+        consumed = get_args().consumed_train_samples
+        size = self._batch_size(consumed)
+        loss_sums, num_tokens, position_sum = self._reduce()
+        expected = size * consumed + size * (size - 1) // 2
+        if position_sum != expected:
+            raise PlanError(
+                f"step {iteration + 1}: trained on positions that sum to {position_sum:.0f}, "
+                f"planned were {consumed}-{consumed + size - 1} (sum {expected}); the sampler or "
+                "the DataLoader no longer follows consumed_train_samples")
+        signals = StepSignals(
+            iteration=iteration + 1, consumed=consumed + size, loss_sums=loss_sums,
+            num_tokens=num_tokens, is_skipped=is_skipped)
+        self.plan.observe(signals)
+        self._sync(iteration + 1)
+        self._metrics.trained(
+            iteration + 1, loss_sums=loss_sums, num_tokens=num_tokens,
+            weights=self._weights_at(consumed), shares=self._shares())
+
+    def _reduce(self) -> tuple[np.ndarray, np.ndarray, float]:
+        """Sum the step over all ranks in one all-reduce; prove that all hold the same plan.
+
+        Returns:
+            (K,) loss sums, (K,) int64 token counts, and the sum of the trained positions.
+        """
+        training = self.tally.training.view(-1)  # (2K,)
+        terms = torch.tensor(
+            collective.agreement_terms(self.plan.chain), dtype=torch.float64,
+            device=training.device)
+        vector = torch.cat((training, self.tally.position_sum, terms))
+        torch.distributed.all_reduce(vector)
+        sums = vector.cpu().numpy()
+        split = len(training)
+        collective.require_agreement(
+            sums[split + 1:].tolist(), torch.distributed.get_world_size(),
+            what=f"plan at position {self.plan.state.position}")
+        per_domain = sums[:split].reshape(-1, 2)  # (K, 2)
+        # Each context-parallel rank holds its part of every sample.
+        position_sum = float(sums[split]) / mpu.get_context_parallel_world_size()
+        return per_domain[:, 0].copy(), np.rint(per_domain[:, 1]).astype(np.int64), position_sum
+
+    def _sync(self, iteration: int) -> None:
+        if not isinstance(self._plan, PlanKeeper):
+            return
+        interval = self._args.save_interval
+        now = time.monotonic()
+        if (interval and iteration % interval == 0) or now - self._synced_at > _SYNC_SECONDS:
+            self._plan.sync()
+            self._synced_at = now
+
+    def _weights_at(self, position: int) -> np.ndarray:
+        """Target weights of the segment that holds a position just trained on."""
+        while self._upcoming and self._upcoming[0].stop <= position:
+            self._upcoming.popleft()
+        if self._upcoming and self._upcoming[0].start <= position:
+            return self._upcoming[0].weights
+        return self.plan.state.weights  # decided before a resume; the round is no longer at hand
+
+    def _shares(self) -> np.ndarray:
+        cursors = self.plan.state.cursors
+        return cursors / max(1, cursors.sum())
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    def after_evaluation(self, model: Any) -> None:
+        """Megatron's `non_loss_data_func`: called on every rank at the end of an evaluation."""
+        sums = self.tally.evaluation.clone()
+        self.tally.evaluation.zero_()
+        torch.distributed.all_reduce(sums)
+        loss_sums, counts = sums.cpu().numpy().T
+        num_tokens = np.rint(counts).astype(np.int64)
+        if isinstance(self._plan, PlanKeeper):
+            self._plan.note_eval(loss_sums, num_tokens)
+        self._metrics.evaluated(
+            self.plan.state.iteration, loss_sums=loss_sums, num_tokens=num_tokens)

@@ -1,0 +1,46 @@
+"""A hook on every rank between two training steps.
+
+Megatron 0.19 offers none, so :func:`install` wraps `megatron.training.training.train_step`, which
+`train()` looks up as a module global at each call. Its signature is checked at the start
+(`mcore/compat.py`). Nothing else of Megatron's loop is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from megatron.training import training
+
+# What train_step returns when the loop shall save a checkpoint and exit instead of training:
+# losses, skipped, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros, max_logit.
+_STOP = ({}, True, True, True, 0, None, None, 0)
+_SHOULD_EXIT = 3
+
+
+class StepHook(Protocol):
+    """What is called around each step, on every rank."""
+
+    def before_step(self, iteration: int) -> bool:
+        """Prepare 0-based step `iteration`; False ends the run here, with a checkpoint."""
+
+    def after_step(self, iteration: int, *, is_skipped: bool) -> None:
+        """Step `iteration` is done; `is_skipped` if the optimizer left the weights alone."""
+
+
+def install(hook: StepHook) -> None:
+    """Call `hook` around every training step from now on."""
+    stock_step = training.train_step
+
+    @functools.wraps(stock_step)
+    def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
+        assert iteration is not None, "compat.check() saw the parameter"
+        if not hook.before_step(iteration):
+            return _STOP
+        result = stock_step(*args, iteration=iteration, **kwargs)
+        # NOTE: on an exit that the rerun state machine asks for, no step was taken.
+        if not result[_SHOULD_EXIT]:
+            hook.after_step(iteration, is_skipped=bool(result[1]))
+        return result
+
+    training.train_step = train_step
