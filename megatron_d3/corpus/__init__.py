@@ -9,7 +9,8 @@ samples.py    `SampleCutter`: documents in stored order, cut into samples withou
 shuffle.py    `permute`: a seeded permutation of [0, n) that is computed, never stored
 domain.py     `Domain`: a named source with a training part and a held-out part
 tokenizer.py  SentencePiece, trained and applied deterministically
-demo.py       a multi-domain corpus of the text that every Python installation has
+demo.py       a multi-domain corpus of the text that every Python installation has, chosen by
+              demo_text.py (where text is) and demo_documents.py (which of it is taken)
 """
 
 from megatron_d3.corpus.domain import Domain, open_domain
