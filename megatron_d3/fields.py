@@ -96,21 +96,21 @@ def parse(annotation: Any, value: Any, where: str, *, folder: Path) -> Any:
         ConfigError: the value does not fit; the message starts with `where`.
     """
     origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        number = parse(args[0], value, where, folder=folder)
-        outside = [r for r in args[1:] if isinstance(r, Range) and not r.contains(number)]
-        if outside:
-            raise ConfigError(f"{where}: got {show(value)}, expected {describe(annotation)}")
-        return number
+    unfit = ConfigError(f"{where}: got {show(value)}, expected {describe(annotation)}")
     if origin in (Union, types.UnionType):
-        member = next((arg for arg in args if _has_shape(arg, value)), None)
-        if member is None:
-            raise ConfigError(f"{where}: got {show(value)}, expected {describe(annotation)}")
+        member = next((arg for arg in args if _has_shape(arg, value)), unfit)
+        if member is unfit:
+            raise unfit
         return parse(member, value, where, folder=folder)
     if annotation == tuple[Path, ...] and isinstance(value, str):
         value = [value]
     if not _has_shape(annotation, value):
-        raise ConfigError(f"{where}: got {show(value)}, expected {describe(annotation)}")
+        raise unfit
+    if origin is Annotated:
+        number = parse(args[0], value, where, folder=folder)
+        if not all(mark.contains(number) for mark in args[1:] if isinstance(mark, Range)):
+            raise unfit
+        return number
     if origin is tuple:
         each = args[:1] * len(value) if args[-1] is Ellipsis else args
         return tuple(
@@ -149,9 +149,7 @@ def _has_shape(annotation: Any, value: Any) -> bool:
         return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if annotation is float:
         return isinstance(value, int | float) or value in ("inf", "-inf", "nan")
-    if annotation in (str, Path):
-        return isinstance(value, str)
-    raise TypeError(f"no rule to load a {annotation}")
+    return isinstance(value, str)  # str, Path
 
 
 def describe(annotation: Any) -> str:
@@ -174,6 +172,8 @@ def describe(annotation: Any) -> str:
         return "a mapping of settings"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text",
              Path: "a path", None: "null", type(None): "null"}
+    if annotation not in words:
+        raise TypeError(f"no rule to load a {annotation}")
     return words[annotation]
 
 

@@ -35,15 +35,22 @@ class Static(Stateless):
         """A weight >= 0 for every domain, in any unit (0 leaves a domain out); or the path of a JSON
         file that holds them under the key `weights`; or null: all domains alike."""
 
+        def resolved(self) -> Static.Config:
+            """Return the settings with the file's weights in place of its path.
+
+            A plan then records what decided it, and a later change of the file is a change of
+            settings. Raises ConfigError for a file that holds no weights.
+            """
+            is_path = isinstance(self.weights, Path)
+            return Static.Config(_read(self.weights)) if is_path else self  # type: ignore[arg-type]
+
     def __init__(self, config: Config, domains: Sequence[DomainInfo], *, total_samples: int):
         """Raises ConfigError for weights that are no weights, or a file that has none."""
-        if config.weights is None:
+        named = config.resolved().weights
+        if named is None:
             self._weights = np.full(len(domains), 1.0 / len(domains))
-        elif isinstance(config.weights, Path):
-            named = _read(config.weights)
-            self._weights = weights_by_name(named, domains, f"{WHERE}: {config.weights}: weights")
         else:
-            self._weights = weights_by_name(config.weights, domains, WHERE)
+            self._weights = weights_by_name(named, domains, WHERE)  # type: ignore[arg-type]
 
     def weights(self, state: dict[str, np.ndarray], context: MixContext) -> np.ndarray:
         """Return (K,) float64, the same at every step."""

@@ -139,7 +139,7 @@ def _checked_weights(weights: np.ndarray) -> np.ndarray:
             f"apportion: got weights with minimum {weights.min()} and sum {total}, expected numbers"
             " >= 0 with sum 1"
         )
-    return weights / total
+    return np.asarray(weights / total)
 
 
 def _weights_in_units(weights: np.ndarray) -> np.ndarray:

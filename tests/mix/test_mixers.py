@@ -94,7 +94,7 @@ def test_static_reads_a_weights_file(tmp_path):
     ("[1]", r'weights.json holds no {"weights": {name: number}}'),
     ('{"weights": {"web": "x"}}', r'weights.json holds no {"weights": {name: number}}'),
     ('{"weights": {"web": true}}', r'weights.json holds no {"weights": {name: number}}'),
-    ('{"weights": {"web": 1}}', r"weights.json: weights: no weight for domain code"),
+    ('{"weights": {"web": 1}}', r"d3.mix.weights: no weight for domain code"),
 ])
 def test_static_refuses_a_bad_weights_file(tmp_path, content, message):
     path = tmp_path / "weights.json"
