@@ -101,6 +101,7 @@ class RunArgs:
     reset_attention_mask: bool
     eod_mask_loss: bool
     create_attention_mask: bool
+    allow_ambiguous_pad_tokens: bool
 
 
 def read_run_args(args: argparse.Namespace, batch_steps: tuple[tuple[int, int], ...]) -> RunArgs:
@@ -147,6 +148,7 @@ def read_run_args(args: argparse.Namespace, batch_steps: tuple[tuple[int, int], 
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
     )
 
 

@@ -53,9 +53,6 @@ class PlannedRun:
         maker: makes the fields of a sample.
     """
 
-    # Megatron: every rank calls the dataset provider, not only those that read samples.
-    is_distributed = True
-
     def __init__(
         self, args: RunArgs, domains: Sequence[Domain], *, header: RunHeader,
         make_decider: DeciderFactory, maker: SampleMaker,
@@ -65,7 +62,7 @@ class PlannedRun:
         self._header = header
         self._make_decider = make_decider
         self._maker = maker
-        self.tally = DomainTally(len(domains), torch.device("cuda", torch.cuda.current_device()))
+        self.tally = DomainTally(len(domains))
         self._metrics = DomainMetrics(
             [domain.name for domain in domains], log_interval=args.log_interval,
             tensorboard_interval=args.tensorboard_log_interval)
@@ -86,6 +83,9 @@ class PlannedRun:
             return None, None, None
         train = PlannedDataset(self.ring, self._domains, self._maker, self._args.total_samples)
         return train, self._held_out(num_samples[1]), None
+
+    # Megatron: every rank calls the provider, not only those that read samples.
+    provide.is_distributed = True  # type: ignore[attr-defined]
 
     def _held_out(self, num_samples: int | None) -> HeldOutDataset | None:
         if num_samples == 0:
@@ -110,12 +110,13 @@ class PlannedRun:
         """Open or resume the plan at the loaded checkpoint and decide the first positions."""
         args = get_args()
         iteration, consumed = args.iteration, args.consumed_train_samples
+        self.tally.allocate(torch.device("cuda", torch.cuda.current_device()))
         keepers: list[PlanKeeper] = []
 
         def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray]:
             keeper = PlanKeeper.open(
                 self._args.plan_dir, self._header, self._make_decider, iteration=iteration,
-                consumed=consumed, mode=self._args.resume, source=self._args.load_plan_dir)
+                consumed=consumed, mode=self._args.resume, copy_from=self._args.load_plan_dir)
             keepers.append(keeper)
             # Copied: the file's memory map must not travel to other nodes.
             decided = np.array(keeper.positions(consumed, keeper.state.position))
@@ -247,3 +248,8 @@ class PlannedRun:
             self._plan.note_eval(loss_sums, num_tokens)
         self._metrics.evaluated(
             self.plan.state.iteration, loss_sums=loss_sums, num_tokens=num_tokens)
+
+    def close(self) -> None:
+        """Training is over: give the plan up."""
+        if isinstance(self._plan, PlanKeeper):
+            self._plan.close()

@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from megatron_d3.errors import D3Error
+from megatron_d3.errors import ConfigError, D3Error
 from megatron_d3.mcore import cpu
 
 
@@ -33,7 +33,7 @@ def _main(started_at: float) -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_d3.mcore import args as d3_args
-    from megatron_d3.mcore import compat, stock_data
+    from megatron_d3.mcore import compat, step_hook, stock_data
     from megatron_d3.mcore.forward_step import ForwardStep
     from megatron_d3.mcore.model import model_config
 
@@ -53,12 +53,39 @@ def _main(started_at: float) -> None:
     if is_cpu:
         d3_args.check_cpu_args(args)
 
-    provide, forward_step, after_evaluation = stock_data.provide, ForwardStep(), None
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config(args)),
-        provide,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        store=store,
-        non_loss_data_func=after_evaluation,
-    )
+    setup = None
+    if args.d3_config is not None:
+        from megatron_d3.mcore.planned_setup import PlannedSetup
+
+        setup = PlannedSetup(args)
+        if args.d3_dry_run:
+            if args.rank == 0:
+                print(setup.preview(), flush=True)
+            return
+    elif _has_d3_flags(args):
+        raise ConfigError("--d3-* flags were given without --d3-config PATH, which they belong to")
+
+    if setup is None:
+        provide, forward_step, after_evaluation = stock_data.provide, ForwardStep(), None
+    else:
+        run = setup.planned_run()
+        step_hook.install(run)
+        provide, forward_step = run.provide, ForwardStep(run.tally)
+        after_evaluation = run.after_evaluation
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config(args)),
+            provide,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            store=store,
+            non_loss_data_func=after_evaluation,
+        )
+    finally:  # Megatron leaves by sys.exit too
+        if setup is not None:
+            run.close()
+
+
+def _has_d3_flags(args: Any) -> bool:
+    return bool(args.d3_set or args.d3_plan_dir or args.d3_plugin or args.d3_dry_run
+                or args.d3_resume != "strict")

@@ -13,20 +13,24 @@ class DomainTally:
 
     Args:
         num_domains: K.
-        device: where the token losses are.
 
     Attributes:
         training, evaluation: (K, 2) float64, loss sum in nats and number of tokens.
         position_sum: (1,) float64, sum of the positions that the step trained on.
     """
 
-    def __init__(self, num_domains: int, device: torch.device) -> None:
-        self._ids = torch.arange(num_domains, device=device)  # (K,)
-        self.training = torch.zeros(num_domains, 2, dtype=torch.float64, device=device)
-        self.evaluation = torch.zeros_like(self.training)
-        self.position_sum = torch.zeros(1, dtype=torch.float64, device=device)
+    def __init__(self, num_domains: int) -> None:
+        self._num_domains = num_domains
         self._num_added = 0
         self._num_microbatches = 0
+        self.allocate(torch.device("cpu"))
+
+    def allocate(self, device: torch.device) -> None:
+        """Start from zero on the device where the token losses are."""
+        self._ids = torch.arange(self._num_domains, device=device)  # (K,)
+        self.training = torch.zeros(self._num_domains, 2, dtype=torch.float64, device=device)
+        self.evaluation = torch.zeros_like(self.training)
+        self.position_sum = torch.zeros(1, dtype=torch.float64, device=device)
 
     def start_step(self, num_microbatches: int) -> None:
         """Forget the last step; the next one adds `num_microbatches` times on this rank."""

@@ -1,0 +1,105 @@
+"""From a configuration to a plan's settings: the header, and the decider of a header.
+
+The training run and the tools that look at its plan later build their deciders here, so that both
+decide the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_d3.config import RunConfig, parse_config
+from megatron_d3.corpus import shuffle
+from megatron_d3.corpus.domain import Domain, open_domain
+from megatron_d3.mix import MIXERS
+from megatron_d3.plan import apportion
+from megatron_d3.plan.batch_schedule import BatchSchedule
+from megatron_d3.plan.decide import Decider
+from megatron_d3.plan.header import DomainRecord, RunHeader
+from megatron_d3.plan.replay import DeciderFactory
+from megatron_d3.registry import build_mix
+
+
+def open_domains(config: RunConfig, *, seq_length: int, seed: int) -> list[Domain]:
+    """Open the corpora of all domains, in domain order.
+
+    Args:
+        config: the run's configuration.
+        seq_length: tokens of a sample.
+        seed: of the shuffles, unless the configuration has its own.
+
+    Raises:
+        CorpusError: naming the domain whose corpus cannot be used.
+    """
+    return [
+        open_domain(
+            name, paths=domain.paths, valid_paths=domain.valid_paths,
+            valid_fraction=config.valid_fraction, order=domain.order, seq_length=seq_length,
+            seed=seed if config.seed is None else config.seed)
+        for name, domain in config.domains.items()
+    ]
+
+
+def plan_header(
+    config: RunConfig, domains: Sequence[Domain], *, seq_length: int, seed: int, tokenizer: str,
+    total_samples: int, batch_schedule: BatchSchedule, mixers: Mapping[str, type] = MIXERS,
+) -> RunHeader:
+    """Describe what a run makes its plan from. Reads every `.idx` once, for the fingerprints."""
+    seed = seed if config.seed is None else config.seed
+    records = tuple(
+        DomainRecord(
+            name=domain.name, fingerprint=domain.fingerprint, seq_length=seq_length, seed=seed,
+            num_samples=domain.info.num_samples, num_tokens=domain.info.num_tokens)
+        for domain in domains)
+    versions = {config.mix.type: mixers[config.mix.type].VERSION,  # type: ignore[attr-defined]
+                "apportion": apportion.VERSION, "shuffle": shuffle.VERSION}
+    return RunHeader(
+        seq_length=seq_length, seed=seed, tokenizer=tokenizer, total_samples=total_samples,
+        batch_schedule=batch_schedule, domains=records, config=config.to_dict(),
+        versions=versions)
+
+
+def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:
+    """Return the function that builds the decider of a header.
+
+    Args:
+        mixers: built-in ones and those of plug-ins, by name.
+    """
+
+    def make_decider(header: RunHeader, table_ids: tuple[int, ...]) -> Decider:
+        # The header's paths are absolute, so the folder does not matter.
+        config = parse_config(header.config, folder=Path("/"), mixers=mixers)
+        domains = [record.info for record in header.domains]
+        mixer, cap, _ = build_mix(
+            config.mix, domains, total_samples=header.total_samples, mixers=mixers)
+        return Decider(
+            domains=domains, table_ids=table_ids, mixer=mixer, cap=cap,
+            total_samples=header.total_samples, batch_schedule=header.batch_schedule,
+            seed=header.seed, sampling=config.sampling, round_steps=config.round_steps)
+
+    return make_decider
+
+
+def rehearse_mix(
+    config: RunConfig, header: RunHeader, *, mixers: Mapping[str, type] = MIXERS
+) -> str | None:
+    """Try the mixture against its epoch caps before the run starts.
+
+    Returns:
+        A sentence worth logging, or None.
+
+    Raises:
+        ConfigError: the run is longer than the caps allow; names the largest feasible run.
+    """
+    schedule = header.batch_schedule
+
+    def step_at(position: int) -> int:
+        return bisect_right(
+            range(position + 1), position, key=lambda n: schedule.stop_after(0, n)) - 1
+
+    _, _, note = build_mix(
+        config.mix, [record.info for record in header.domains],
+        total_samples=header.total_samples, mixers=mixers, step_at=step_at)
+    return note
