@@ -20,7 +20,6 @@ from megatron_d3.plan.rows import NO_HASH, iter_lines, unseal
 from megatron_d3.plan.segment import RECORD
 from megatron_d3.plan.snapshot import Snapshot
 
-
 # A plan of another run would fill the screen.
 _MAX_FINDINGS = 10
 
@@ -81,7 +80,10 @@ class _Auditor:
             self._check_ends()
             self._findings += [f"{snapshot.path}: not a state of this plan"
                                for snapshot in self._states.values()]
-        self._check_evals()
+        try:
+            self._check_evals()
+        except PlanError as error:
+            self._findings.append(str(error))
         return Audit(tuple(self._findings), self._num_rounds,
                      self._checked_to - self._reader.first_position, self._num_steps,
                      self._num_states)

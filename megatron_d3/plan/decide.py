@@ -267,7 +267,8 @@ class Decider:
                 f"round {state.round}: every domain that has weight is exhausted, the last was "
                 f"{self.domains[exhausted].name}; raise d3.mix.max_epochs, give other domains "
                 "weight, or train on fewer samples")
-        return weights / total
+        shares: np.ndarray = weights / total
+        return shares
 
     def _sample(
         self, state: DeciderState, weights: np.ndarray, num_positions: int, carry: np.ndarray,

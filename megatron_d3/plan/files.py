@@ -39,6 +39,16 @@ def explained(path: Path, doing: str) -> Iterator[None]:
             "elsewhere with --d3-plan-dir, and resume from the last checkpoint") from error
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file exists.
+
+    Raises:
+        PlanError: nobody can tell: a directory on the way is closed to this user.
+    """
+    with explained(path, "read"):
+        return path.exists()
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that is either the old one or the new one, whatever happens meanwhile.
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from megatron_d3.errors import PlanError, ResumeError
 from megatron_d3.plan.decide import Decider, DeciderState
-from megatron_d3.plan.files import explained
+from megatron_d3.plan.files import explained, is_there
 from megatron_d3.plan.header import PlanFile, RunHeader
 from megatron_d3.plan.reader import PLAN
 from megatron_d3.plan.replay import DeciderFactory
@@ -154,9 +154,9 @@ class PlanKeeper(PlanFollower):
             ResumeError: the plan does not belong to this run or checkpoint.
             PlanError: the plan cannot be read or written, or another process writes it.
         """
-        if copy_from is not None and not (directory / PLAN).exists():
+        if copy_from is not None and not is_there(directory / PLAN):
             copy_plan(copy_from, directory)
-        if (directory / PLAN).exists():
+        if is_there(directory / PLAN):
             resumed = resume(directory, Checkpoint(iteration, consumed), header, make_decider,
                              is_fork=mode == "fork")
             return cls(resumed.decider, resumed.state, resumed.store, messages=resumed.messages,
@@ -230,7 +230,7 @@ def copy_plan(source: Path, directory: Path) -> None:
     Raises:
         PlanError: the copy cannot be written, or `directory` holds something.
     """
-    if not (source / PLAN).exists():
+    if not is_there(source / PLAN):
         return
     aside = directory.with_name(directory.name + ".tmp")
     with explained(directory, "copy"):

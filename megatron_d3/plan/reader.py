@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.files import explained
+from megatron_d3.plan.files import explained, is_there
 from megatron_d3.plan.header import PlanFile
 from megatron_d3.plan.rows import LossRow, RoundRow, iter_lines, last_line, parsed
 from megatron_d3.plan.segment import RECORD
@@ -31,7 +31,7 @@ class PlanReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         path = directory / PLAN
-        if not path.exists():
+        if not is_there(path):
             raise PlanError(f"{directory}: no plan here ({PLAN} is missing); give the directory of a "
                             "run, or its d3/")
         with explained(path, "read"):

@@ -22,7 +22,14 @@ import numpy as np
 
 from megatron_d3.errors import PlanError
 from megatron_d3.plan.decide import DeciderState
-from megatron_d3.plan.files import AppendFile, explained, lock, sync_directory, write_atomically
+from megatron_d3.plan.files import (
+    AppendFile,
+    explained,
+    is_there,
+    lock,
+    sync_directory,
+    write_atomically,
+)
 from megatron_d3.plan.header import PlanFile
 from megatron_d3.plan.reader import (
     EVALS,
@@ -87,7 +94,7 @@ class PlanStore:
             PlanError: the directory holds a plan or parts of one, or cannot be written.
         """
         for name in (PLAN, POSITIONS, ROUNDS, LEDGER):
-            if (directory / name).exists():
+            if is_there(directory / name):
                 raise PlanError(
                     f"{directory}: {name} is there already; resume that plan, or move it away")
         with explained(directory, "make"):

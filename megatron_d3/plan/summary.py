@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,7 +144,7 @@ def decoded(reader: PlanReader, start: int, stop: int) -> Iterator[tuple[int, st
     Raises:
         PlanError: a position is not decided.
     """
-    table: Sequence = reader.plan.table
+    table = reader.plan.table
     for first in range(start, stop, _CHUNK):
         records = reader.positions(first, min(first + _CHUNK, stop))
         for offset, (domain, ordinal) in enumerate(records.tolist()):
