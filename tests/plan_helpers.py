@@ -13,6 +13,7 @@ from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import DomainRecord, RunHeader
 from megatron_d3.plan.keeper import PlanKeeper
+from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.types import DomainInfo, MixContext, StepSignals
 
 
@@ -141,20 +142,26 @@ class Trainer:
         head: what the run wants.
         read_ahead: positions that must be decided ahead of training.
         save_every: iterations between checkpoints.
+        factory: builds the deciders.
     """
 
     def __init__(
-        self, directory: Path, head: RunHeader, *, read_ahead: int = 8, save_every: int = 3
+        self, directory: Path, head: RunHeader, *, read_ahead: int = 8, save_every: int = 3,
+        factory: DeciderFactory = make_decider,
     ) -> None:
-        self.directory, self.head = directory, head
+        self.directory, self.head, self.factory = directory, head, factory
         self.read_ahead, self.save_every = read_ahead, save_every
+
+    def measure(self, step: int, records: np.ndarray, table_ids: Sequence[int]) -> StepSignals:
+        """What a training step measures."""
+        return losses_of(step, records, table_ids)
 
     def run(
         self, iteration: int = 0, consumed: int = 0, *, stop_at: int | None = None,
         mode: Literal["strict", "fork"] = "strict", snapshot_every: int = 4,
     ) -> list[tuple[int, int]]:
         """Train from a checkpoint; returns those (iteration, consumed) that were reached."""
-        keeper = PlanKeeper.open(self.directory, self.head, make_decider, iteration=iteration,
+        keeper = PlanKeeper.open(self.directory, self.head, self.factory, iteration=iteration,
                                  consumed=consumed, mode=mode, snapshot_every=snapshot_every)
         reached = []
         schedule = self.head.batch_schedule
@@ -164,7 +171,7 @@ class Trainer:
             keeper.advance(until)
             records = keeper.positions(consumed, consumed + size)
             consumed += size
-            signals = losses_of(iteration, records, keeper.decider.table_ids)
+            signals = self.measure(iteration, records, keeper.decider.table_ids)
             keeper.observe(replace(signals, consumed=consumed))
             iteration += 1
             if iteration % 5 == 0:
