@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_d3.errors import ConfigError
+from megatron_d3.plan.batch_schedule import BatchSchedule
 
 # What Megatron's own defaults cannot do without a GPU. Set as parser defaults, so that a flag file
 # written for GPUs runs on a laptop unchanged and an explicit flag still wins.
@@ -69,10 +71,10 @@ class RunArgs:
     """What Megatron-D3 reads of Megatron's arguments.
 
     Attributes:
-        total_samples: training samples of the whole run (`--train-samples`, or
-            `--train-iters` times the batch size).
-        batch_steps: (threshold, size) pairs: from `threshold` consumed samples on, a global
-            batch holds `size` samples.
+        plan_dir: where the plan is.
+        load_plan_dir: the plan beside the checkpoint to load, where that is another run's.
+        total_samples: training samples of the whole run.
+        batch_schedule: samples of each global batch.
         eval_samples: samples of one evaluation, or None with `--full-validation`.
         read_ahead: positions the DataLoader workers may fetch before training reaches them.
     """
@@ -87,7 +89,7 @@ class RunArgs:
     seed: int
     seq_length: int
     total_samples: int
-    batch_steps: tuple[tuple[int, int], ...]
+    batch_schedule: BatchSchedule
     micro_batch_size: int
     data_parallel_size: int
     read_ahead: int
@@ -95,6 +97,7 @@ class RunArgs:
     tokenizer: str
     log_interval: int
     tensorboard_log_interval: int
+    has_checkpoints: bool
     save_interval: int | None
     iterations_to_skip: tuple[int, ...]
     reset_position_ids: bool
@@ -104,12 +107,12 @@ class RunArgs:
     allow_ambiguous_pad_tokens: bool
 
 
-def read_run_args(args: argparse.Namespace, batch_steps: tuple[tuple[int, int], ...]) -> RunArgs:
+def read_run_args(args: argparse.Namespace, batch_schedule: BatchSchedule) -> RunArgs:
     """Check Megatron's arguments for a planned run and read what it needs of them.
 
     Args:
         args: Megatron's validated arguments.
-        batch_steps: the batch-size schedule in samples, from Megatron's own calculator.
+        batch_schedule: the global batch sizes, from Megatron's own calculator.
 
     Raises:
         ConfigError: an option changes what a sample is, or contradicts the plan.
@@ -133,8 +136,8 @@ def read_run_args(args: argparse.Namespace, batch_steps: tuple[tuple[int, int], 
         is_dry_run=args.d3_dry_run,
         seed=args.seed,
         seq_length=args.seq_length,
-        total_samples=args.train_samples or _samples_in(args.train_iters, batch_steps),
-        batch_steps=batch_steps,
+        total_samples=_total_samples(args, batch_schedule),
+        batch_schedule=batch_schedule,
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=args.data_parallel_size,
         read_ahead=prefetched,
@@ -142,6 +145,7 @@ def read_run_args(args: argparse.Namespace, batch_steps: tuple[tuple[int, int], 
         tokenizer=tokenizer_name(args),
         log_interval=args.log_interval,
         tensorboard_log_interval=args.tensorboard_log_interval,
+        has_checkpoints=args.save is not None,
         save_interval=args.save_interval,
         iterations_to_skip=tuple(args.iterations_to_skip),
         reset_position_ids=args.reset_position_ids,
@@ -152,14 +156,19 @@ def read_run_args(args: argparse.Namespace, batch_steps: tuple[tuple[int, int], 
     )
 
 
-def _samples_in(train_iters: int, batch_steps: tuple[tuple[int, int], ...]) -> int:
-    consumed = 0
-    sizes = dict(batch_steps)
-    if len(sizes) == 1:
-        return train_iters * batch_steps[0][1]
-    for _ in range(train_iters):
-        consumed += next(size for start, size in reversed(batch_steps) if consumed >= start)
-    return consumed
+def _total_samples(args: argparse.Namespace, schedule: BatchSchedule) -> int:
+    """Samples in the whole global batches that Megatron will train on.
+
+    With `--train-samples` a constant batch size drops an incomplete last batch, a batch-size
+    schedule fills it up (`megatron.training.training.update_train_iters`).
+    """
+    if args.train_iters:
+        return schedule.stop_after(0, args.train_iters)
+    num_steps = bisect_left(
+        range(args.train_samples), args.train_samples, key=lambda n: schedule.stop_after(0, n))
+    if args.step_batch_size_schedule is None:
+        num_steps = args.train_samples // args.global_batch_size
+    return schedule.stop_after(0, num_steps)
 
 
 def tokenizer_name(args: argparse.Namespace) -> str:

@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import mpu
-from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+)
 from megatron.training import get_args, print_rank_0
 
 from megatron_d3.corpus.domain import Domain
@@ -135,7 +138,7 @@ class PlannedRun:
 
     def _ring_capacity(self, num_decided: int) -> int:
         """Enough for the positions from the present to the frontier, whatever the next round."""
-        largest = max(size for _, size in self._args.batch_steps)
+        largest = max(size for _, size in self._args.batch_schedule.steps)
         num_batches = 2 + len(self._args.iterations_to_skip) + self.plan.decider.round_steps
         return num_decided + self._args.read_ahead + num_batches * largest
 
@@ -147,27 +150,36 @@ class PlannedRun:
 
     # --- steps ----------------------------------------------------------------------------------
 
+    @property
+    def can_save(self) -> bool:
+        """Whether Megatron has a place for a checkpoint."""
+        return self._args.has_checkpoints
+
     def before_step(self, iteration: int) -> bool:
         """Decide what the step and the DataLoader workers need; False if the plan ends here."""
         consumed = get_args().consumed_train_samples
+        if get_current_global_batch_size() != self._batch_size(consumed):
+            raise PlanError(
+                f"step {iteration + 1}: Megatron trains a global batch of "
+                f"{get_current_global_batch_size()}, planned were {self._batch_size(consumed)}")
         self._advance(iteration, consumed)
         if self.ring.stop < consumed + self._batch_size(consumed):
             print_rank_0(
                 f" d3: the plan ends at position {self.ring.stop}: a domain has reached "
-                "d3.mix.max_epochs and d3.mix.exhausted is stop; saving and leaving")
+                "d3.mix.max_epochs and d3.mix.exhausted is stop; leaving")
             return False
         self.tally.start_step(get_num_microbatches())
         return True
 
     def _batch_size(self, consumed: int) -> int:
-        return self._header.batch_schedule.size_at(consumed)
+        return self._args.batch_schedule.size_at(consumed)
 
     def _advance(self, iteration: int, consumed: int) -> None:
         # Megatron passes over skipped iterations without calling the hook.
         num_batches = 1
         while iteration + num_batches + 1 in self._args.iterations_to_skip:
             num_batches += 1
-        until = self._header.batch_schedule.stop_after(consumed, num_batches)
+        until = self._args.batch_schedule.stop_after(consumed, num_batches)
         for segment in self.plan.advance(until + self._args.read_ahead):
             self._append(segment.start, segment.records)
             self._upcoming.append(segment)

@@ -33,7 +33,7 @@ class PlannedSetup:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args: RunArgs = read_run_args(args, batch_steps(args))
+        self.args: RunArgs = read_run_args(args, batch_schedule(args))
         mixers = load_plugins(self.args.plugins)
         self.config: RunConfig = load_config(
             self.args.config, self.args.overrides, mixers=mixers)
@@ -43,7 +43,7 @@ class PlannedSetup:
         self.header: RunHeader = plan_header(
             self.config, self.domains, seq_length=self.args.seq_length, seed=self.args.seed,
             tokenizer=self.args.tokenizer, total_samples=self.args.total_samples,
-            batch_schedule=BatchSchedule(self.args.batch_steps), mixers=mixers)
+            batch_schedule=self.args.batch_schedule, mixers=mixers)
         self.note = rehearse_mix(self.config, self.header, mixers=mixers)
         self.make_decider = decider_factory(mixers)
         self.maker = sample_maker(self.args, build_tokenizer(args))
@@ -60,13 +60,12 @@ class PlannedSetup:
             maker=self.maker)
 
 
-def batch_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
-    """Megatron's batch-size schedule as (consumed samples, size) pairs."""
+def batch_schedule(args: argparse.Namespace) -> BatchSchedule:
+    """Megatron's global batch sizes, constant or by `--step-batch-size-schedule`."""
     if args.step_batch_size_schedule is None:
-        return ((0, args.global_batch_size),)
-    steps = StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
-        args.step_batch_size_schedule, args.seq_length)
-    return tuple((int(threshold), int(size)) for threshold, size in steps)
+        return BatchSchedule.constant(args.global_batch_size)
+    return BatchSchedule.from_json(StepBatchsizeNumMicroBatchesCalculator._parse_schedule(
+        args.step_batch_size_schedule, args.seq_length))
 
 
 def sample_maker(args: RunArgs, tokenizer: Any) -> SampleMaker:

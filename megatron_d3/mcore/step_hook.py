@@ -12,14 +12,15 @@ from typing import Any, Protocol
 
 from megatron.training import training
 
-# What train_step returns when the loop shall save a checkpoint and exit instead of training:
-# losses, skipped, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros, max_logit.
-_STOP = ({}, True, True, True, 0, None, None, 0)
-_SHOULD_EXIT = 3
+_SHOULD_EXIT = 3  # index in what train_step returns
 
 
 class StepHook(Protocol):
     """What is called around each step, on every rank."""
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the run saves checkpoints."""
 
     def before_step(self, iteration: int) -> bool:
         """Prepare 0-based step `iteration`; False ends the run here, with a checkpoint."""
@@ -36,7 +37,8 @@ def install(hook: StepHook) -> None:
     def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
         assert iteration is not None, "compat.check() saw the parameter"
         if not hook.before_step(iteration):
-            return _STOP
+            # losses, skipped, should_checkpoint, should_exit, exit_code, grad_norm, zeros, logit
+            return {}, True, hook.can_save, True, 0, None, None, 0
         result = stock_step(*args, iteration=iteration, **kwargs)
         # NOTE: on an exit that the rerun state machine asks for, no step was taken.
         if not result[_SHOULD_EXIT]:

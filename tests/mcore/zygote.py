@@ -8,6 +8,7 @@ uses the real `torchrun`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -26,6 +27,10 @@ def main() -> None:
 
     cpu.enable()
     import megatron.training.training  # noqa: F401
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # Each saving rank starts a multiprocessing manager; spawned, it would import all of this again.
+    filesystem_async.get_write_results_queue.__defaults__ = ("fork",)
 
     import megatron_d3.mcore.forward_step
     import megatron_d3.mcore.pretrain
@@ -44,7 +49,12 @@ def _run(command: dict[str, Any]) -> dict[str, Any]:
         if pid == 0:
             _child(rank, command, folder)
         pids[pid] = rank
-    return {"codes": _wait(pids, command["world_size"], command["timeout"])}
+    sessions = list(pids)
+    codes = _wait(pids, command["world_size"], command["timeout"])
+    for session in sessions:  # helpers that a killed rank left behind
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(session, signal.SIGKILL)
+    return {"codes": codes}
 
 
 def _wait(pids: dict[int, int], world_size: int, timeout: float) -> list[int]:
@@ -75,6 +85,7 @@ def _kill(pids: dict[int, int], number: int) -> None:
 def _child(rank: int, command: dict[str, Any], folder: Path) -> None:
     code = 1
     try:
+        os.setsid()
         output = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -1,0 +1,58 @@
+"""Faults that a test injects into a rank before it starts (`setup=` of the launcher)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+
+def kill_after_ledger() -> None:
+    """Die between the ledger row of step D3_TEST_KILL_AT and its checkpoint."""
+    from megatron_d3.mcore.planned_run import PlannedRun
+
+    stock = PlannedRun.after_step
+
+    def after_step(self: Any, iteration: int, *, is_skipped: bool) -> None:
+        stock(self, iteration, is_skipped=is_skipped)
+        if iteration + 1 == int(os.environ["D3_TEST_KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    PlannedRun.after_step = after_step  # type: ignore[method-assign]
+
+
+def disagree_on_rank_1() -> None:
+    """Let rank 1 decide another order than the rest from step 3 on."""
+    from megatron_d3.mcore.planned_run import PlannedRun
+
+    stock = PlannedRun.before_step
+
+    def before_step(self: Any, iteration: int) -> bool:
+        if iteration == 2 and os.environ["RANK"] == "1":
+            self.plan.state.cursors[0] += 1
+        return stock(self, iteration)
+
+    PlannedRun.before_step = before_step  # type: ignore[method-assign]
+
+
+def record_wandb() -> None:
+    """Put a W&B writer in place that notes what it is given."""
+    from megatron.training import global_vars
+
+    class Writer:
+        config: Any = type("Config", (), {"update": staticmethod(lambda *a, **k: None)})
+
+        def log(self, values: dict[str, Any], iteration: int | None = None) -> None:
+            with Path(os.environ["D3_TEST_WANDB"]).open("a") as file:
+                names = [name for name in values if name.startswith("d3/")]
+                file.write(json.dumps({"iteration": iteration, "names": names}) + "\n")
+
+        def finish(self) -> None:
+            pass
+
+    def set_writer(args: Any) -> None:
+        global_vars._GLOBAL_WANDB_WRITER = Writer()
+
+    global_vars._set_wandb_writer = set_writer
