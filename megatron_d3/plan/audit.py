@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.decide import DeciderState, number_draws
+from megatron_d3.plan.decide import number_draws
 from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
 from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError
-from megatron_d3.plan.rows import NO_HASH, iter_lines, unseal
+from megatron_d3.plan.rows import NO_HASH, iter_lines, last_line, unseal
 from megatron_d3.plan.segment import RECORD
 from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.state import DeciderState
 
 # A plan of another run would fill the screen.
 _MAX_FINDINGS = 10
@@ -107,9 +108,8 @@ class _Auditor:
     def _check_positions(self, round_number: int, start: int, expected: np.ndarray) -> None:
         num_stored = self._reader.first_position + self._reader.num_stored - start
         stored = self._reader.stored(start, start + min(len(expected), max(0, num_stored)))
-        wrong = np.flatnonzero(stored != expected[:len(stored)])
-        if len(wrong):
-            i = int(wrong[0])
+        if stored.tobytes() != expected[:len(stored)].tobytes():
+            i = int(np.flatnonzero(stored != expected[:len(stored)])[0])
             self._findings.append(
                 f"position {start + i} (round {round_number}): {POSITIONS} has "
                 f"{self._named(stored[i])}, expected {self._named(expected[i])}")
@@ -154,9 +154,8 @@ class _Auditor:
                 "is missing, or the run was killed while writing (a resume sets that aside)")
         for name in (ROUNDS, LEDGER, EVALS):
             path = reader.directory / name
-            end = 0
-            for _, end in iter_lines(path):
-                pass
+            last = last_line(path)
+            end = 0 if last is None else last[1]
             if path.exists() and end != path.stat().st_size:
                 self._findings.append(f"{name}: its last row is torn: the run was killed while "
                                       "writing (a resume sets it aside)")

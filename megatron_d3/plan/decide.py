@@ -11,9 +11,9 @@ mixer and `round_steps` above 1 the weights move once a round, not once a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 from zlib import crc32
 
 import numpy as np
@@ -22,13 +22,13 @@ from megatron_d3.errors import PlanError
 from megatron_d3.plan.apportion import apportion, multinomial
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.segment import RECORD, Segment, chain_hash
+from megatron_d3.plan.state import DeciderState
 from megatron_d3.types import DomainInfo, MixContext, StepSignals
 
 # How far from 1 the weights of a mixer may sum: many domains, float64 rounding.
 _SUM_TOLERANCE = 1e-6
 # Positions numbered at a time: what fits a core's cache (146 against 57 million positions/s, K = 8).
 _CHUNK = 1 << 15
-_SCALARS = ("round", "position", "step", "iteration", "consumed", "decided_at", "chain")
 
 
 class Mixer(Protocol):
@@ -56,56 +56,6 @@ class Cap(Protocol):
     budgets: np.ndarray
 
     def cap(self, weights: np.ndarray, context: MixContext) -> np.ndarray: ...
-
-
-@dataclass(frozen=True, eq=False)
-class DeciderState:
-    """Everything a decision depends on besides the settings.
-
-    Attributes:
-        round: rounds decided, hence the number of the next one.
-        position: the frontier, first position not decided.
-        step: 0-based training step that consumes `position`.
-        iteration: training steps observed; a round decided now is recorded at this iteration.
-        consumed: samples consumed by the observed steps.
-        decided_at: `iteration` of the last decided round, -1 before the first.
-        chain: hash over all segments so far.
-        cursors: (K,) int64, samples drawn of each domain: its next ordinal.
-        carry: (K,) float64, cumulative target minus cumulative count (apportionment).
-        weights: (K,) float64 of the last round, NaN before the first.
-        mixer: the mixer's named arrays.
-    """
-
-    round: int
-    position: int
-    step: int
-    iteration: int
-    consumed: int
-    decided_at: int
-    chain: int
-    cursors: np.ndarray
-    carry: np.ndarray
-    weights: np.ndarray
-    mixer: dict[str, np.ndarray]
-
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return the state as named arrays, to be stored or broadcast."""
-        arrays = {
-            name: np.array(getattr(self, name), np.uint64 if name == "chain" else np.int64)
-            for name in _SCALARS
-        }
-        arrays |= {"cursors": self.cursors, "carry": self.carry, "weights": self.weights}
-        return arrays | {f"mixer.{name}": array for name, array in self.mixer.items()}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> DeciderState:
-        """Rebuild a state from :meth:`to_arrays`."""
-        scalars: dict[str, Any] = {name: int(arrays[name]) for name in _SCALARS}
-        prefix = "mixer."
-        mixer = {name[len(prefix):]: np.asarray(array)
-                 for name, array in arrays.items() if name.startswith(prefix)}
-        return cls(cursors=np.asarray(arrays["cursors"]), carry=np.asarray(arrays["carry"]),
-                   weights=np.asarray(arrays["weights"]), mixer=mixer, **scalars)
 
 
 @dataclass(frozen=True)
@@ -227,7 +177,8 @@ class Decider:
         domains, carry = self._sample(state, weights, num_positions, state.carry, attempt=0)
         if self.cap is None or self.cap.exhausted == "repeat":
             return domains, carry
-        left = self.cap.budgets - state.cursors
+        # A budget may be overdrawn already: by a run without it, before a fork.
+        left = np.maximum(self.cap.budgets - state.cursors, 0)
         if not np.any(_counts(domains, len(left)) > left):
             return domains, carry
         if self.cap.exhausted == "stop":

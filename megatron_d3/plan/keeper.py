@@ -24,13 +24,14 @@ from typing import Literal
 import numpy as np
 
 from megatron_d3.errors import PlanError, ResumeError
-from megatron_d3.plan.decide import Decider, DeciderState
+from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.files import explained, is_there
 from megatron_d3.plan.header import PlanFile, RunHeader
 from megatron_d3.plan.reader import PLAN
 from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.plan.resume import Checkpoint, resume
 from megatron_d3.plan.segment import Segment
+from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import PlanStore
 from megatron_d3.types import StepSignals
 

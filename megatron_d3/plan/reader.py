@@ -17,6 +17,8 @@ from megatron_d3.plan.snapshot import Snapshot
 PLAN, POSITIONS, ROUNDS, LEDGER, EVALS, STATE = (
     "plan.json", "positions.bin", "rounds.jsonl", "ledger.jsonl", "evals.jsonl", "state")
 
+_MAX_COPIED = 1 << 16  # records read into memory at once
+
 
 class PlanReader:
     """A plan on disk, read row by row and through memory maps: memory does not grow with it.
@@ -81,7 +83,7 @@ class PlanReader:
             yield parsed(path, line, LossRow), end, line
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Return the records of positions [start, stop), memory-mapped.
+        """Return the records of positions [start, stop); many are memory-mapped.
 
         Raises:
             PlanError: a position is below the plan's first or not decided.
@@ -115,7 +117,7 @@ class PlanReader:
 
 
 def read_positions(directory: Path, first_record: int, num_records: int) -> np.ndarray:
-    """Return records of `positions.bin` by their index in the file, memory-mapped.
+    """Return records of `positions.bin` by their index in the file; many are memory-mapped.
 
     Raises:
         PlanError: the file is too short.
@@ -128,5 +130,7 @@ def read_positions(directory: Path, first_record: int, num_records: int) -> np.n
     if end > size:
         raise PlanError(f"{path}: holds {size} bytes, the rounds need {end}: its end is missing; "
                         "resume the run (it writes the rest again) or restore the file")
-    return np.memmap(path, RECORD, "r", offset=first_record * RECORD.itemsize,
-                     shape=(num_records,))
+    offset = first_record * RECORD.itemsize
+    if num_records <= _MAX_COPIED:  # a map costs 0.4 ms, whatever its size
+        return np.fromfile(path, RECORD, num_records, offset=offset)
+    return np.memmap(path, RECORD, "r", offset=offset, shape=(num_records,))

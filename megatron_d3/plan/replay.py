@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.decide import Decider, DeciderState
+from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import Generation, PlanFile, RunHeader
 from megatron_d3.plan.reader import LEDGER, ROUNDS, PlanReader
 from megatron_d3.plan.rows import NO_HASH, RoundRow, last_line, parsed, seal_of, unseal
 from megatron_d3.plan.segment import Segment
 from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.state import DeciderState
 
 # Builds the decider of a generation from its header and its domains' table ids.
 DeciderFactory = Callable[[RunHeader, tuple[int, ...]], Decider]

@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_d3.errors import ResumeError
-from megatron_d3.plan.decide import Decider, DeciderState
+from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import Difference, Generation, PlanFile, RunHeader, differences
 from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
 from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError, enter, next_generation
 from megatron_d3.plan.rows import LossRow, last_line, parsed
 from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import Cut, PlanStore, num_bytes
 
 _FORK = "or go on with the new value from this checkpoint by --d3-resume fork"
@@ -248,7 +249,7 @@ def _replay(
             stop = reader.stop_of(row)
             middle = max(segment.start, min(stop, choice.valid_end))
             stored = reader.stored(segment.start, middle)
-            if not np.array_equal(stored, segment.records[:middle - segment.start]):
+            if stored.tobytes() != segment.records[:middle - segment.start].tobytes():
                 raise ReplayError(f"round {row.round}: positions {segment.start}-{middle - 1} of "
                                   f"{POSITIONS} are not those that the round decided")
             if middle < stop:

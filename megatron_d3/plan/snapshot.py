@@ -11,8 +11,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.decide import DeciderState
 from megatron_d3.plan.files import explained, write_atomically
+from megatron_d3.plan.state import DeciderState
 
 VERSION = 1
 

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.decide import DeciderState
 from megatron_d3.plan.files import (
     AppendFile,
     explained,
@@ -44,6 +43,7 @@ from megatron_d3.plan.reader import (
 from megatron_d3.plan.rows import NO_HASH, LossRow, RoundRow, last_line, seal_of, sealed
 from megatron_d3.plan.segment import RECORD, Segment
 from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.state import DeciderState
 from megatron_d3.types import StepSignals
 
 
@@ -151,7 +151,7 @@ class PlanStore:
             rounds_bytes=self._files[ROUNDS].size, ledger_bytes=self._files[LEDGER].size)
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Return the records of decided positions [start, stop), memory-mapped.
+        """Return the records of decided positions [start, stop); many are memory-mapped.
 
         Raises:
             PlanError: `positions.bin` does not reach so far.

@@ -17,6 +17,7 @@ from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanKeeper
+from megatron_d3.plan.rows import NO_HASH, RoundRow, sealed
 from megatron_d3.plan.segment import RECORD
 from megatron_d3.plan.snapshot import Snapshot
 from tests.plan_helpers import Trainer, domains, header, make_decider
@@ -151,6 +152,25 @@ def test_every_single_byte_of_the_logs_is_covered(tmp_path: Path, sound: Path) -
             (tmp_path / "d3" / name).write_bytes(content[:i] + changed + content[i + 1:])
             assert not audit(tmp_path / "d3", make_decider).is_sound, (name, i)
         (tmp_path / "d3" / name).write_bytes(content)
+
+
+def test_a_row_resealed_with_another_domain_is_found(tmp_path: Path, sound: Path) -> None:
+    shutil.copytree(sound, tmp_path / "d3")
+    line, _ = sealed(b'{"iteration":1,"consumed":4,"loss":{"z":[1.0,8]},"skipped":false}', NO_HASH)
+    cut_lines("ledger.jsonl", keep=slice(1, None))(tmp_path / "d3")
+    rest = (tmp_path / "d3/ledger.jsonl").read_bytes()
+    (tmp_path / "d3/ledger.jsonl").write_bytes(line + rest)
+    findings = audit(tmp_path / "d3", make_decider).findings
+    assert "the row of iteration 1 has a domain 'z' that the plan has not" in findings[0]
+
+
+def test_a_round_after_the_end_is_found(tmp_path: Path, sound: Path) -> None:
+    shutil.copytree(sound, tmp_path / "d3")
+    row = RoundRow(10, 10, 10, 40, 44, None, 0)
+    with (tmp_path / "d3/rounds.jsonl").open("ab") as file:
+        file.write(row.to_line())
+    findings = audit(tmp_path / "d3", make_decider).findings
+    assert findings == ("round 10 should not exist: the plan is complete before it",)
 
 
 def test_a_wrong_generation_is_found(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_d3.errors import PlanError
 from megatron_d3.plan.batch_schedule import BatchSchedule
-from megatron_d3.plan.decide import Decider, DeciderState, canonical, number_draws
+from megatron_d3.plan.decide import Decider, canonical, number_draws
 from megatron_d3.plan.segment import RECORD, Segment, chain_hash
+from megatron_d3.plan.state import DeciderState
 from megatron_d3.types import MixContext, StepSignals
 from tests.plan_helpers import Budget, Chaser, Fixed, infos
 
@@ -154,6 +155,13 @@ def test_redistribute_never_exceeds_a_budget(
         *shares, sizes=(30, 30, 30, 64), batch=batch, sampling=sampling, cap=Budget(limits)))])
     assert len(records) == 64
     assert np.all(np.bincount(records["domain"], minlength=4) <= limits)
+
+
+def test_a_budget_overdrawn_before_a_fork_gives_no_more() -> None:
+    settings = decider(0.5, 0.5, total=8, cap=Budget(np.array([5, 100])))
+    state = replace(settings.init(), cursors=np.array([7, 0]))
+    records = np.concatenate([s.records for s in all_segments(settings, state)])
+    assert records.tolist() == [(1, i) for i in range(8)]
 
 
 def test_stop_ends_the_plan_before_the_round_that_does_not_fit() -> None:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.decide import DeciderState
 from megatron_d3.plan.files import AppendFile, write_atomically
 from megatron_d3.plan.header import PlanFile
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.rows import LossRow, RoundRow, iter_lines, last_line, sealed, unseal
 from megatron_d3.plan.segment import Segment
 from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import Cut, PlanStore
 from megatron_d3.types import StepSignals
 from tests.plan_helpers import files_of, header, make_decider
