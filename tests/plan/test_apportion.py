@@ -13,8 +13,13 @@ from megatron_d3.errors import PlanError
 from megatron_d3.plan import apportion as module
 from megatron_d3.plan.apportion import ONE, apportion, multinomial
 
-KERNELS = ["python", pytest.param("c", marks=pytest.mark.skipif(
-    not module.is_compiled(), reason="built without the C extension"))]
+KERNELS = [
+    "python",
+    pytest.param(
+        "c",
+        marks=pytest.mark.skipif(not module.is_compiled(), reason="built without the C extension"),
+    ),
+]
 
 
 @pytest.fixture(params=KERNELS)
@@ -143,6 +148,8 @@ def test_the_c_version_refuses_buffers_that_do_not_fit():
         module._compiled.fill(units, np.zeros(3, np.int64), domains, 256, 4096)
     with pytest.raises(ValueError, match="sizes do not fit"):
         module._compiled.fill(units, np.zeros(2, np.int64), domains, 256, 0)
+    with pytest.raises(ValueError, match="or no weight"):
+        module._compiled.fill(units * 0, np.zeros(2, np.int64), domains, 256, 4096)
 
 
 def test_no_online_rule_stays_within_one_for_four_domains(kernel):
@@ -223,8 +230,9 @@ def test_arguments_are_left_alone(kernel):
 
 
 @pytest.mark.parametrize("weights", [[0.5, 0.6], [1.5, -0.5], [np.nan, 1.0], [0.0, 0.0]])
-@pytest.mark.parametrize("draw", [
-    lambda w: apportion(w, 3, np.zeros(2)), lambda w: multinomial(w, 3, key=[1])])
+@pytest.mark.parametrize(
+    "draw", [lambda w: apportion(w, 3, np.zeros(2)), lambda w: multinomial(w, 3, key=[1])]
+)
 def test_weights_off_the_simplex_are_refused(weights, draw):
     with pytest.raises(PlanError, match="expected numbers >= 0 with sum 1"):
         draw(np.array(weights))
