@@ -1,0 +1,1 @@
+"""The verbs of `megatron-d3`, one module each; see `main`."""
