@@ -6,8 +6,9 @@
       wiki: corpus/wiki                   # short for {paths: [corpus/wiki]}
     mix: {type: static, weights: {web: 0.7, code: 0.2, wiki: 0.1}, max_epochs: 4}
 
-Paths are relative to the file. Every error names the place (`d3.mix.alpha: got 1.5, expected a number
-in [0, 1)`), an unknown key the nearest known one. There are no defaults but those written here.
+Paths are relative to the file. Every error names the place (`d3.mix.alpha: got 1.5, expected a
+number in [0, 1)`), an unknown key the nearest known one. There are no defaults but those written
+here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Epochs = Annotated[float, Range("(0, inf]")]
 
 @dataclass(frozen=True)
 class DomainConfig:
-    """One entry of `domains`: a data source. A path, or a list of paths, stands for `paths` alone."""
+    """One entry of `domains`: a data source. One path or a list of paths stands for `paths`."""
 
     paths: tuple[Path, ...]
     """Megatron `.bin`/`.idx` prefixes (without the suffix), read one after the other."""
@@ -54,8 +55,8 @@ class MixConfig:
     """The mixer, by name."""
 
     max_epochs: Epochs | dict[str, Epochs] | None = None
-    """No domain is repeated more often than this over the whole run, whatever the mixer: one number,
-    or a number by domain (domains left out have no limit); null: no limit."""
+    """No domain is repeated more often than this over the whole run, whatever the mixer: one
+    number, or a number by domain (domains left out have no limit); null: no limit."""
 
     exhausted: Literal["redistribute", "repeat", "stop"] = "redistribute"
     """What a domain at its limit does. `redistribute`: its samples are spread over the rest of the
@@ -139,7 +140,7 @@ def parse_config(
     Raises:
         ConfigError: anything that cannot be used as it stands.
     """
-    # The two entries that have a form of their own are read first; the rest is the generic loader's.
+    # Two entries have a form of their own; the rest is the generic loader's.
     rest = {key: value for key, value in content.items() if key not in ("domains", "mix")}
     known = [field.name for field in dataclasses.fields(RunConfig)]
     for key in rest:
@@ -168,7 +169,9 @@ def _parse_domains(entries: Any, folder: Path) -> dict[str, DomainConfig]:
             DomainConfig, {"paths": entry} if short else entry, f"{where}.{name}", folder=folder
         )
         if not domains[name].paths:
-            raise ConfigError(f"{where}.{name}.paths: got an empty list, expected at least one path")
+            raise ConfigError(
+                f"{where}.{name}.paths: got an empty list, expected at least one path"
+            )
     return domains
 
 
@@ -195,18 +198,26 @@ def _parse_mix(entry: Any, folder: Path, mixers: Mapping[str, type]) -> MixConfi
 
 def _why_unknown(key: str, name: str, own: Sequence[str], mixers: Mapping[str, type]) -> str:
     """Explain a key that the mixer does not have."""
+    configs = {other: mixer.Config for other, mixer in mixers.items()}  # type: ignore[attr-defined]
     owners = [
-        other for other, mixer in mixers.items()
-        if key in [field.name for field in dataclasses.fields(mixer.Config)]  # type: ignore[attr-defined]
+        other
+        for other, config in configs.items()
+        if key in [field.name for field in dataclasses.fields(config)]
     ]
     if owners:
         return (
-            f"unknown key for type {name}, it belongs to {', '.join(owners)}; leave it out, or set the"
-            f" whole entry, e.g. --d3-set 'mix={{type: {name}}}'"
+            f"unknown key for type {name}, it belongs to {', '.join(owners)}; leave it out, or set"
+            f" the whole entry, e.g. --d3-set 'mix={{type: {name}}}'"
         )
     return f"unknown key for type {name}{did_you_mean(key, [*own, *MIX_KEYS])}"
 
 
 __all__ = [
-    "DomainConfig", "MixConfig", "RunConfig", "from_mapping", "load_config", "parse", "parse_config",
+    "DomainConfig",
+    "MixConfig",
+    "RunConfig",
+    "from_mapping",
+    "load_config",
+    "parse",
+    "parse_config",
 ]

@@ -19,10 +19,10 @@ _HEAD = """\
 
 Written from the code: `python -m megatron_d3.config_reference > docs/config.md`.
 
-`--d3-config PATH` names the file, `--d3-set a.b=c` replaces single values (`--d3-set mix.max_epochs=4`)
-or whole entries (`--d3-set 'mix={type: natural}'`). Paths are relative to the file. Numbers are those
-of YAML 1.2: `1e-3` is one, `no` is a text. Unknown keys, keys given twice and values out of range are
-errors.
+`--d3-config PATH` names the file, `--d3-set a.b=c` replaces single values (`--d3-set seed=7`) or
+whole entries (`--d3-set 'mix={type: natural}'`). Paths are relative to the file. Numbers are those
+of YAML 1.2: `1e-3` is one, `no` is a text. Unknown keys, keys given twice and values out of range
+are errors.
 
 ```yaml
 domains:                              # the order here is the domain order
@@ -50,9 +50,7 @@ def _text(cls: type) -> str:
     return inspect.getdoc(cls).split("\n\n")[0] + "\n"  # type: ignore[union-attr]
 
 
-def _entries(
-    cls: Any, *, leave_out: Iterable[str] = (), special: Iterable[str] = ()
-) -> list[str]:
+def _entries(cls: Any, *, leave_out: Iterable[str] = (), special: Iterable[str] = ()) -> list[str]:
     """Return one list entry a field; `special` ones have a section that gives their values."""
     hints, docs, lines = get_type_hints(cls, include_extras=True), field_docs(cls), []
     for field in dataclasses.fields(cls):

@@ -28,11 +28,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_d3.errors import ConfigError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Range:
         return above and (number <= high if self.text[-1] == "]" else number < high)
 
 
-def from_mapping(cls: type[T], mapping: Any, where: str, *, folder: Path) -> T:
+def from_mapping[T](cls: type[T], mapping: Any, where: str, *, folder: Path) -> T:
     """Build a frozen dataclass from a mapping of its field names to plain values.
 
     Args:
@@ -89,8 +87,9 @@ def is_required(field: dataclasses.Field[Any]) -> bool:
 def parse(annotation: Any, value: Any, where: str, *, folder: Path) -> Any:
     """Return `value` as the annotation wants it.
 
-    Understood: int, float, bool, str, Path, None, Literal, tuple[X, ...], tuple[X, Y], dict[str, X],
-    unions, dataclasses, and Annotated[X, Range]. A single text also stands for a tuple of one path.
+    Understood: int, float, bool, str, Path, None, Literal, tuple[X, ...], tuple[X, Y],
+    dict[str, X], unions, dataclasses, and Annotated[X, Range]. A single text also stands for a
+    tuple of one path.
 
     Raises:
         ConfigError: the value does not fit; the message starts with `where`.
@@ -118,8 +117,10 @@ def parse(annotation: Any, value: Any, where: str, *, folder: Path) -> Any:
             for index, (arg, item) in enumerate(zip(each, value, strict=True))
         )
     if origin is dict:
-        return {key: parse(args[1], item, f"{where}.{key}", folder=folder)
-                for key, item in value.items()}
+        return {
+            key: parse(args[1], item, f"{where}.{key}", folder=folder)
+            for key, item in value.items()
+        }
     if dataclasses.is_dataclass(annotation):
         return from_mapping(annotation, value, where, folder=folder)  # type: ignore[arg-type]
     if annotation is Path:
@@ -170,8 +171,15 @@ def describe(annotation: Any) -> str:
         return f"a mapping of names, each to {describe(args[1])}"
     if dataclasses.is_dataclass(annotation):
         return "a mapping of settings"
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text",
-             Path: "a path", None: "null", type(None): "null"}
+    words = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        Path: "a path",
+        None: "null",
+        type(None): "null",
+    }
     if annotation not in words:
         raise TypeError(f"no rule to load a {annotation}")
     return words[annotation]

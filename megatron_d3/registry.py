@@ -39,7 +39,9 @@ def load_plugins(modules: Sequence[str]) -> dict[str, type]:
             raise ConfigError(f"{where}: MIXERS is {own!r}, expected a dict of names to mixers")
         for mixer_name, mixer in own.items():
             if mixer_name in mixers:
-                raise ConfigError(f"{where}: there is a mixer {mixer_name} already, choose another name")
+                raise ConfigError(
+                    f"{where}: there is a mixer {mixer_name} already, choose another name"
+                )
             _check_mixer(mixer, f"{where}: mixer {mixer_name}")
             mixers[mixer_name] = mixer
     return mixers
@@ -89,4 +91,6 @@ def _check_mixer(mixer: Any, where: str) -> None:
     names = {field.name for field in dataclasses.fields(mixer.Config)}
     taken = names & (set(MIX_KEYS) - {"max_epochs"})
     if taken:
-        raise ConfigError(f"{where}: its Config has {', '.join(sorted(taken))}, a key of every mixer")
+        raise ConfigError(
+            f"{where}: its Config has {', '.join(sorted(taken))}, a key of every mixer"
+        )

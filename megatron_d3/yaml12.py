@@ -38,7 +38,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[str, Any]:
     for key_node, value_node in node.value:
         key, line = loader.construct_object(key_node, deep=True), key_node.start_mark.line + 1
         if not isinstance(key, str):
-            raise ConfigError(f"line {line}: got the key {key!r}, expected a text; put it in quotes")
+            raise ConfigError(
+                f"line {line}: got the key {key!r}, expected a text; put it in quotes"
+            )
         if key in mapping:
             raise ConfigError(f"line {line}: the key {key} is given twice")
         mapping[key] = loader.construct_object(value_node, deep=True)
@@ -57,7 +59,9 @@ def _float(loader: _Loader, node: yaml.ScalarNode) -> float:
 
 for _name, (_pattern, _first) in _RESOLVERS.items():
     _chars = [char if char != "\0" else "" for char in _first]
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _chars)
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _chars
+    )
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
@@ -128,7 +132,7 @@ def override(config: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _head(mapping: dict[str, Any], key: str) -> str:
-    """Return the longest start of the dotted key that is a key of the mapping, else the first part."""
+    """Return the longest start of the dotted key that is a key, else the first part."""
     parts = key.split(".")
     starts = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     return next((start for start in starts if start in mapping), parts[0])

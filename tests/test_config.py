@@ -19,7 +19,8 @@ domains:
   wiki: corpus/wiki
 seed: 1234
 valid_fraction: 1e-2
-mix: {type: static, weights: {web: 0.7, code: 0.2, wiki: 1e-1}, max_epochs: {wiki: 2}, exhausted: stop}
+mix: {type: static, weights: {web: 0.7, code: 0.2, wiki: 1e-1},
+      max_epochs: {wiki: 2}, exhausted: stop}
 round_steps: 4
 sampling: multinomial
 """
@@ -32,6 +33,7 @@ def write(tmp_path):
         path = tmp_path / "run.yaml"
         path.write_text(text)
         return path
+
     return write_file
 
 
@@ -39,26 +41,44 @@ def test_a_full_file(write, tmp_path):
     assert load_config(write(FULL)) == RunConfig(
         domains={
             "web": DomainConfig((tmp_path / "corpus/web",)),
-            "code": DomainConfig((tmp_path / "corpus/code_a", Path("/abs/code_b")),
-                                 (tmp_path / "corpus/code_valid",), "stored"),
+            "code": DomainConfig(
+                (tmp_path / "corpus/code_a", Path("/abs/code_b")),
+                (tmp_path / "corpus/code_valid",),
+                "stored",
+            ),
             "wiki": DomainConfig((tmp_path / "corpus/wiki",)),
         },
-        seed=1234, valid_fraction=0.01, round_steps=4, sampling="multinomial",
-        mix=MixConfig("static", {"wiki": 2.0}, "stop",
-                      Static.Config({"web": 0.7, "code": 0.2, "wiki": 0.1})))
+        seed=1234,
+        valid_fraction=0.01,
+        round_steps=4,
+        sampling="multinomial",
+        mix=MixConfig(
+            "static", {"wiki": 2.0}, "stop", Static.Config({"web": 0.7, "code": 0.2, "wiki": 0.1})
+        ),
+    )
 
 
 def test_the_shortest_file(write, tmp_path):
     config = load_config(write(SHORT))
-    assert config == RunConfig({
-        "web": DomainConfig((tmp_path / "a",)),
-        "code": DomainConfig((tmp_path / "b", tmp_path / "c"))})
+    assert config == RunConfig(
+        {
+            "web": DomainConfig((tmp_path / "a",)),
+            "code": DomainConfig((tmp_path / "b", tmp_path / "c")),
+        }
+    )
     assert config.mix == MixConfig("static", None, "redistribute", Static.Config(None))
     assert list(config.domains) == ["web", "code"]
 
 
-@pytest.mark.parametrize("text", [FULL, SHORT, SHORT + "mix: {type: temperature, temperature: inf}",
-                                  SHORT + "mix: {type: unimax, max_epochs: {web: 4}}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        FULL,
+        SHORT,
+        SHORT + "mix: {type: temperature, temperature: inf}",
+        SHORT + "mix: {type: unimax, max_epochs: {web: 4}}",
+    ],
+)
 def test_the_resolved_configuration_is_json_and_loads_back(write, text, tmp_path):
     config = load_config(write(text))
     plain = json.loads(json.dumps(config.to_dict(), allow_nan=False))
@@ -69,17 +89,28 @@ def test_the_resolved_configuration_is_json_and_loads_back(write, text, tmp_path
 
 def test_the_resolved_mix_in_full(write):
     assert load_config(write(FULL)).to_dict()["mix"] == {
-        "type": "static", "max_epochs": {"wiki": 2.0}, "exhausted": "stop",
-        "weights": {"web": 0.7, "code": 0.2, "wiki": 0.1}}
+        "type": "static",
+        "max_epochs": {"wiki": 2.0},
+        "exhausted": "stop",
+        "weights": {"web": 0.7, "code": 0.2, "wiki": 0.1},
+    }
 
 
-@pytest.mark.parametrize(("mix", "params"), [
-    ("{type: natural}", Natural.Config()),
-    ("{type: temperature, temperature: 3}", Temperature.Config(3.0)),
-    ("{type: unimax, max_epochs: 4}", UniMax.Config(4.0)),
-    ("{type: schedule, interpolation: cosine, knots: [[0, {web: 1, code: 3}], [1e3, {web: 1, code: 1}]]}",
-     Schedule.Config(((0, {"web": 1.0, "code": 3.0}), (1000, {"web": 1.0, "code": 1.0})), "cosine")),
-])
+@pytest.mark.parametrize(
+    ("mix", "params"),
+    [
+        ("{type: natural}", Natural.Config()),
+        ("{type: temperature, temperature: 3}", Temperature.Config(3.0)),
+        ("{type: unimax, max_epochs: 4}", UniMax.Config(4.0)),
+        (
+            "{type: schedule, interpolation: cosine,"
+            + " knots: [[0, {web: 1, code: 3}], [1e3, {web: 1, code: 1}]]}",
+            Schedule.Config(
+                ((0, {"web": 1.0, "code": 3.0}), (1000, {"web": 1.0, "code": 1.0})), "cosine"
+            ),
+        ),
+    ],
+)
 def test_the_settings_of_every_mixer(write, mix, params):
     config = load_config(write(SHORT + f"mix: {mix}"))
     assert config.mix.params == params
@@ -97,53 +128,90 @@ def test_a_weights_file_is_read_relative_to_the_configuration(write, tmp_path):
 
 
 def test_overrides_replace_values(write):
-    config = load_config(write(FULL), ["mix={type: natural}", "seed=null", "domains.web.order=stored"])
+    config = load_config(
+        write(FULL), ["mix={type: natural}", "seed=null", "domains.web.order=stored"]
+    )
     assert config.mix == MixConfig("natural", params=Natural.Config())
     assert config.seed is None and config.domains["web"].order == "stored"
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("- 1", r"run.yaml: got \[1\], expected a mapping with the key domains"),
-    ("", r"run.yaml: got null, expected a mapping with the key domains"),
-    ("seed: 1", r"^d3.domains: got null, expected a mapping of names to paths$"),
-    ("domains: {}", r"^d3.domains: got {}, expected a mapping of names to paths$"),
-    ("domains: {'a b': x}", r"^d3.domains: got the name 'a b', expected letters, digits"),
-    ("domains: {a/b: x}", r"^d3.domains: got the name 'a/b', expected letters, digits"),
-    ("domains: {a: 3}", r"^d3.domains.a: got 3, expected a mapping of settings$"),
-    ("domains: {a: []}", r"^d3.domains.a.paths: got an empty list, expected at least one path$"),
-    ("domains: {a: {order: stored}}", r"^d3.domains.a.paths: missing, expected a list, each a path$"),
-    ("domains: {a: {path: x}}", r"^d3.domains.a.path: unknown key, did you mean paths\?$"),
-    ("domains: {a: {paths: x, order: random}}",
-     r"^d3.domains.a.order: got 'random', expected shuffle or stored$"),
-    ("domains: {a: x, a: y}", r"run.yaml, line 1: the key a is given twice$"),
-    (SHORT + "domain: {}", r"^d3.domain: unknown key, did you mean domains\?$"),
-    (SHORT + "valid_fraction: 1", r"^d3.valid_fraction: got 1, expected a number in \[0, 1\)$"),
-    (SHORT + "round_steps: 0", r"^d3.round_steps: got 0, expected an integer in \[1, inf\)$"),
-    (SHORT + "seed: x", r"^d3.seed: got 'x', expected an integer or null$"),
-    (SHORT + "sampling: random",
-     r"^d3.sampling: got 'random', expected apportion or multinomial$"),
-    (SHORT + "mix: static", r"^d3.mix: got 'static', expected a mapping of settings$"),
-    (SHORT + "mix: {type: statik}", r"^d3.mix.type: no mixer statik, did you mean static\?$"),
-    (SHORT + "mix: {type: 3}", r"^d3.mix.type: got 3, expected a text$"),
-    (SHORT + "mix: {weigths: {}}",
-     r"^d3.mix.weigths: unknown key for type static, did you mean weights\?$"),
-    (SHORT + "mix: {max_epoch: 3}",
-     r"^d3.mix.max_epoch: unknown key for type static, did you mean max_epochs\?$"),
-    (SHORT + "mix: {type: natural, weights: {}}",
-     (r"^d3.mix.weights: unknown key for type natural, it belongs to static; leave it out, or set the "
-     r"whole entry, e.g. --d3-set 'mix={type: natural}'$")),
-    (SHORT + "mix: {max_epochs: 0}",
-     r"^d3.mix.max_epochs: got 0, expected a number in \(0, inf\]$"),
-    (SHORT + "mix: {max_epochs: {web: -1}}",
-     r"^d3.mix.max_epochs.web: got -1, expected a number in \(0, inf\]$"),
-    (SHORT + "mix: {exhausted: never}",
-     r"^d3.mix.exhausted: got 'never', expected redistribute or repeat or stop$"),
-    (SHORT + "mix: {type: temperature}",
-     r"^d3.mix.temperature: missing, expected a number in \(0, inf\]$"),
-    (SHORT + "mix: {type: unimax}", r"^d3.mix.max_epochs: missing, expected a number in \(0, inf\]"),
-    (SHORT + "mix: {weights: {web: one}}", r"^d3.mix.weights.web: got 'one', expected a number$"),
-    (SHORT + "mix: {weights: none.json}", r"^d3.mix.weights: cannot read .*/none.json"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", r"run.yaml: got \[1\], expected a mapping with the key domains"),
+        ("", r"run.yaml: got null, expected a mapping with the key domains"),
+        ("seed: 1", r"^d3.domains: got null, expected a mapping of names to paths$"),
+        ("domains: {}", r"^d3.domains: got {}, expected a mapping of names to paths$"),
+        ("domains: {'a b': x}", r"^d3.domains: got the name 'a b', expected letters, digits"),
+        ("domains: {a/b: x}", r"^d3.domains: got the name 'a/b', expected letters, digits"),
+        ("domains: {a: 3}", r"^d3.domains.a: got 3, expected a mapping of settings$"),
+        (
+            "domains: {a: []}",
+            r"^d3.domains.a.paths: got an empty list, expected at least one path$",
+        ),
+        (
+            "domains: {a: {order: stored}}",
+            r"^d3.domains.a.paths: missing, expected a list, each a path$",
+        ),
+        ("domains: {a: {path: x}}", r"^d3.domains.a.path: unknown key, did you mean paths\?$"),
+        (
+            "domains: {a: {paths: x, order: random}}",
+            r"^d3.domains.a.order: got 'random', expected shuffle or stored$",
+        ),
+        ("domains: {a: x, a: y}", r"run.yaml, line 1: the key a is given twice$"),
+        (SHORT + "domain: {}", r"^d3.domain: unknown key, did you mean domains\?$"),
+        (SHORT + "valid_fraction: 1", r"^d3.valid_fraction: got 1, expected a number in \[0, 1\)$"),
+        (SHORT + "round_steps: 0", r"^d3.round_steps: got 0, expected an integer in \[1, inf\)$"),
+        (SHORT + "seed: x", r"^d3.seed: got 'x', expected an integer or null$"),
+        (
+            SHORT + "sampling: random",
+            r"^d3.sampling: got 'random', expected apportion or multinomial$",
+        ),
+        (SHORT + "mix: static", r"^d3.mix: got 'static', expected a mapping of settings$"),
+        (SHORT + "mix: {type: statik}", r"^d3.mix.type: no mixer statik, did you mean static\?$"),
+        (SHORT + "mix: {type: 3}", r"^d3.mix.type: got 3, expected a text$"),
+        (
+            SHORT + "mix: {weigths: {}}",
+            r"^d3.mix.weigths: unknown key for type static, did you mean weights\?$",
+        ),
+        (
+            SHORT + "mix: {max_epoch: 3}",
+            r"^d3.mix.max_epoch: unknown key for type static, did you mean max_epochs\?$",
+        ),
+        (
+            SHORT + "mix: {type: natural, weights: {}}",
+            (
+                r"^d3.mix.weights: unknown key for type natural, it belongs to static; leave it "
+                r"out, or set the whole entry, e.g. --d3-set 'mix={type: natural}'$"
+            ),
+        ),
+        (
+            SHORT + "mix: {max_epochs: 0}",
+            r"^d3.mix.max_epochs: got 0, expected a number in \(0, inf\]$",
+        ),
+        (
+            SHORT + "mix: {max_epochs: {web: -1}}",
+            r"^d3.mix.max_epochs.web: got -1, expected a number in \(0, inf\]$",
+        ),
+        (
+            SHORT + "mix: {exhausted: never}",
+            r"^d3.mix.exhausted: got 'never', expected redistribute or repeat or stop$",
+        ),
+        (
+            SHORT + "mix: {type: temperature}",
+            r"^d3.mix.temperature: missing, expected a number in \(0, inf\]$",
+        ),
+        (
+            SHORT + "mix: {type: unimax}",
+            r"^d3.mix.max_epochs: missing, expected a number in \(0, inf\]",
+        ),
+        (
+            SHORT + "mix: {weights: {web: one}}",
+            r"^d3.mix.weights.web: got 'one', expected a number$",
+        ),
+        (SHORT + "mix: {weights: none.json}", r"^d3.mix.weights: cannot read .*/none.json"),
+    ],
+)
 def test_what_cannot_be_used_is_refused(write, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(text))
@@ -151,13 +219,15 @@ def test_what_cannot_be_used_is_refused(write, text, message):
 
 def test_more_domains_than_the_plan_can_number(write):
     entries = ", ".join(f"d{index}: x" for index in range(32768))
-    with pytest.raises(ConfigError, match="d3.domains: got 32768 domains, expected at most 32767"):
+    with pytest.raises(ConfigError, match=r"^d3.domains: got 32768 domains, expected at"):
         load_config(write(f"domains: {{{entries}}}"))
 
 
 def test_the_reference_in_docs_is_the_code_s():
     path = Path(__file__).parents[1] / "docs" / "config.md"
-    assert path.read_text() == render(), "run: python -m megatron_d3.config_reference > docs/config.md"
+    assert path.read_text() == render(), (
+        "run: python -m megatron_d3.config_reference > docs/config.md"
+    )
 
 
 def test_every_key_is_documented():

@@ -65,52 +65,64 @@ def test_plain_values_load_back():
     assert to_plain({"a": (1, None)}) == {"a": [1, None]}
 
 
-@pytest.mark.parametrize(("mapping", "message"), [
-    ([1], "d3.x: got [1], expected a mapping of settings"),
-    ({"alpah": 1}, "d3.x.alpah: unknown key, did you mean alpha?"),
-    ({"zzzzz": 1}, "d3.x.zzzzz: unknown key; known: alpha, inner, paths"),
-    ({"alpha": 1.5}, "d3.x.alpha: got 1.5, expected a number in [0, 1)"),
-    ({"alpha": float("nan")}, "d3.x.alpha: got nan, expected a number in [0, 1)"),
-    ({"alpha": "1"}, "d3.x.alpha: got '1', expected a number in [0, 1)"),
-    ({"alpha": True}, "d3.x.alpha: got true, expected a number in [0, 1)"),
-    ({"alpha": None}, "d3.x.alpha: got null, expected a number in [0, 1)"),
-    ({"inner": 3}, "d3.x.inner: got 3, expected a mapping of settings or null"),
-    ({"inner": {}}, "d3.x.inner.size: missing, expected an integer"),
-    ({"inner": {"size": 1.5}}, "d3.x.inner.size: got 1.5, expected an integer"),
-    ({"inner": {"size": False}}, "d3.x.inner.size: got false, expected an integer"),
-    ({"inner": {"size": 1, "name": 2}}, "d3.x.inner.name: got 2, expected a text"),
-    ({"paths": [1]}, "d3.x.paths[0]: got 1, expected a path"),
-    ({"paths": {}}, "d3.x.paths: got {}, expected a list, each a path"),
-])
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ([1], "d3.x: got [1], expected a mapping of settings"),
+        ({"alpah": 1}, "d3.x.alpah: unknown key, did you mean alpha?"),
+        ({"zzzzz": 1}, "d3.x.zzzzz: unknown key; known: alpha, inner, paths"),
+        ({"alpha": 1.5}, "d3.x.alpha: got 1.5, expected a number in [0, 1)"),
+        ({"alpha": float("nan")}, "d3.x.alpha: got nan, expected a number in [0, 1)"),
+        ({"alpha": "1"}, "d3.x.alpha: got '1', expected a number in [0, 1)"),
+        ({"alpha": True}, "d3.x.alpha: got true, expected a number in [0, 1)"),
+        ({"alpha": None}, "d3.x.alpha: got null, expected a number in [0, 1)"),
+        ({"inner": 3}, "d3.x.inner: got 3, expected a mapping of settings or null"),
+        ({"inner": {}}, "d3.x.inner.size: missing, expected an integer"),
+        ({"inner": {"size": 1.5}}, "d3.x.inner.size: got 1.5, expected an integer"),
+        ({"inner": {"size": False}}, "d3.x.inner.size: got false, expected an integer"),
+        ({"inner": {"size": 1, "name": 2}}, "d3.x.inner.name: got 2, expected a text"),
+        ({"paths": [1]}, "d3.x.paths[0]: got 1, expected a path"),
+        ({"paths": {}}, "d3.x.paths: got {}, expected a list, each a path"),
+    ],
+)
 def test_what_does_not_fit_is_refused(mapping, message):
     with pytest.raises(ConfigError) as caught:
         load(mapping)
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("annotation", "value", "expected"), [
-    (bool, True, True),
-    (Literal["a", "b"], "b", "b"),
-    (tuple[int, dict[str, float]], [3, {"x": 1}], (3, {"x": 1.0})),
-    (dict[str, float] | Path | None, "w.json", Path("/data/w.json")),
-    (dict[str, float] | Path | None, None, None),
-    (tuple[Path, ...], "one", (Path("/data/one"),)),
-    (float | dict[str, float], {"x": 2}, {"x": 2.0}),
-])
+@pytest.mark.parametrize(
+    ("annotation", "value", "expected"),
+    [
+        (bool, True, True),
+        (Literal["a", "b"], "b", "b"),
+        (tuple[int, dict[str, float]], [3, {"x": 1}], (3, {"x": 1.0})),
+        (dict[str, float] | Path | None, "w.json", Path("/data/w.json")),
+        (dict[str, float] | Path | None, None, None),
+        (tuple[Path, ...], "one", (Path("/data/one"),)),
+        (float | dict[str, float], {"x": 2}, {"x": 2.0}),
+    ],
+)
 def test_each_kind_of_value(annotation, value, expected):
     assert parse(annotation, value, "w", folder=HERE) == expected
 
 
-@pytest.mark.parametrize(("annotation", "value", "message"), [
-    (bool, 1, "w: got 1, expected true or false"),
-    (Literal["a", "b"], "c", "w: got 'c', expected a or b"),
-    (tuple[int, dict[str, float]], [3], ("w: got [3], expected a list of an integer and a mapping of "
-                                        "names, each to a number")),
-    (tuple[int, dict[str, float]], [3, {"x": "y"}], "w[1].x: got 'y', expected a number"),
-    (dict[str, float], {1: 2}, "w: got {1: 2}, expected a mapping of names, each to a number"),
-    (float | dict[str, float], {"x": None}, "w.x: got null, expected a number"),
-    (float | None, "x", "w: got 'x', expected a number or null"),
-])
+@pytest.mark.parametrize(
+    ("annotation", "value", "message"),
+    [
+        (bool, 1, "w: got 1, expected true or false"),
+        (Literal["a", "b"], "c", "w: got 'c', expected a or b"),
+        (
+            tuple[int, dict[str, float]],
+            [3],
+            ("w: got [3], expected a list of an integer and a mapping of names, each to a number"),
+        ),
+        (tuple[int, dict[str, float]], [3, {"x": "y"}], "w[1].x: got 'y', expected a number"),
+        (dict[str, float], {1: 2}, "w: got {1: 2}, expected a mapping of names, each to a number"),
+        (float | dict[str, float], {"x": None}, "w.x: got null, expected a number"),
+        (float | None, "x", "w: got 'x', expected a number or null"),
+    ],
+)
 def test_each_kind_of_error(annotation, value, message):
     with pytest.raises(ConfigError) as caught:
         parse(annotation, value, "w", folder=HERE)
@@ -122,8 +134,14 @@ def test_an_annotation_without_a_rule_is_our_bug():
         parse(bytes, b"", "w", folder=HERE)
 
 
-@pytest.mark.parametrize(("text", "inside", "outside"), [
-    ("[0, 1)", [0, 0.5], [-1, 1]), ("(0, inf]", [1e-9, float("inf")], [0]), ("[1, inf)", [1], [0.9])])
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [
+        ("[0, 1)", [0, 0.5], [-1, 1]),
+        ("(0, inf]", [1e-9, float("inf")], [0]),
+        ("[1, inf)", [1], [0.9]),
+    ],
+)
 def test_ranges(text, inside, outside):
     assert all(Range(text).contains(number) for number in inside)
     assert not any(Range(text).contains(number) for number in [*outside, float("nan")])

@@ -34,6 +34,13 @@ MIXERS: dict[str, type] = {
 }
 
 __all__ = [
-    "MIXERS", "EpochCap", "Natural", "Schedule", "Static", "Temperature", "UniMax", "project",
+    "MIXERS",
+    "EpochCap",
+    "Natural",
+    "Schedule",
+    "Static",
+    "Temperature",
+    "UniMax",
+    "project",
     "rehearse",
 ]

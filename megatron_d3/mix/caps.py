@@ -36,8 +36,9 @@ def project(weights: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, float]:
         upper: (K,) float64 >= 0, the most that each entry may be; may be inf.
 
     Returns:
-        (K,) float64, min(upper, tau * weights) with sum 1, and tau >= 1. Where even the upper limits
-        of all entries with a weight add up to less than 1, the limits divided by their sum, and inf.
+        (K,) float64, min(upper, tau * weights) with sum 1, and tau >= 1. Where even the upper
+        limits of all entries with a weight add up to less than 1, the limits divided by their sum,
+        and inf.
 
     >>> project(np.array([0.2, 0.2, 0.3, 0.3]), np.array([5.75, 0.9, 0.075, 0.0125]))[0].round(5)
     array([0.45625, 0.45625, 0.075  , 0.0125 ])
@@ -92,7 +93,9 @@ class EpochCap:
             ConfigError: a number that is not > 0, or a name that is no domain.
         """
         names = [domain.name for domain in domains]
-        by_name = max_epochs if isinstance(max_epochs, Mapping) else dict.fromkeys(names, max_epochs)
+        by_name = (
+            max_epochs if isinstance(max_epochs, Mapping) else dict.fromkeys(names, max_epochs)
+        )
         for name, epochs in by_name.items():
             if name not in names:
                 raise ConfigError(f"{WHERE}.{name}: no such domain{did_you_mean(name, names)}")
@@ -122,8 +125,8 @@ class EpochCap:
         """Compare the length of the run with the budgets, before it starts.
 
         Returns:
-            A sentence worth logging when `repeat` will exceed the budgets or `stop` will end the run
-            early, else None.
+            A sentence worth logging when `repeat` will exceed the budgets or `stop` will end the
+            run early, else None.
 
         Raises:
             ConfigError: `redistribute` and the budgets are smaller than the run.
@@ -134,13 +137,15 @@ class EpochCap:
         missing = total_samples - largest
         if self.exhausted == "redistribute":
             raise ConfigError(
-                f"{WHERE}: the run has {total_samples} samples, {missing} more than all domains give"
-                f" within their max_epochs; the largest feasible run has {largest} samples. Shorten"
-                " the run, raise max_epochs, or choose exhausted: repeat or stop"
+                f"{WHERE}: the run has {total_samples} samples, {missing} more than all domains"
+                f" give within their max_epochs; the largest feasible run has {largest} samples."
+                " Shorten the run, raise max_epochs, or choose exhausted: repeat or stop"
             )
         if self.exhausted == "repeat":
             return f"{WHERE}: {missing} of {total_samples} samples repeat beyond max_epochs"
-        return f"{WHERE}: the run will stop after {largest} of {total_samples} samples at the latest"
+        return (
+            f"{WHERE}: the run will stop after {largest} of {total_samples} samples at the latest"
+        )
 
 
 def rehearse(
@@ -153,8 +158,8 @@ def rehearse(
 ) -> None:
     """Run through the budgets of an offline mixer, so that a run does not break off in the middle.
 
-    Weights of 0 may leave a part of the budgets out of reach although their sum suffices. The run is
-    followed in equal slices with fractional samples.
+    Weights of 0 may leave a part of the budgets out of reach although their sum suffices. The run
+    is followed in equal slices with fractional samples.
 
     Args:
         mixer: a mixer; online mixers (whose weights nobody knows yet) pass unseen.

@@ -31,8 +31,8 @@ class Schedule(Stateless):
         """Settings of `type: schedule`."""
 
         knots: tuple[tuple[int, dict[str, float]], ...]
-        """Pairs `[step, {domain: weight}]`, steps rising from 0 (0-based training steps), each with a
-        weight >= 0 for every domain."""
+        """Pairs `[step, {domain: weight}]`, steps rising from 0 (0-based training steps), each with
+        a weight >= 0 for every domain."""
 
         interpolation: Literal["step", "linear", "cosine"] = "step"
         """How the weights pass from one knot to the next."""

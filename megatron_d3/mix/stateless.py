@@ -21,8 +21,6 @@ class Stateless:
         """Return no state."""
         return {}
 
-    def update(
-        self, state: dict[str, np.ndarray], signals: StepSignals
-    ) -> dict[str, np.ndarray]:
+    def update(self, state: dict[str, np.ndarray], signals: StepSignals) -> dict[str, np.ndarray]:
         """Return the state as it was."""
         return state

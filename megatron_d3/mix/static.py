@@ -32,8 +32,8 @@ class Static(Stateless):
         """Settings of `type: static`."""
 
         weights: dict[str, float] | Path | None = None
-        """A weight >= 0 for every domain, in any unit (0 leaves a domain out); or the path of a JSON
-        file that holds them under the key `weights`; or null: all domains alike."""
+        """A weight >= 0 for every domain, in any unit (0 leaves a domain out); or the path of a
+        JSON file that holds them under the key `weights`; or null: all domains alike."""
 
         def resolved(self) -> Static.Config:
             """Return the settings with the file's weights in place of its path.

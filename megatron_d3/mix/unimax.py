@@ -22,10 +22,11 @@ from megatron_d3.types import DomainInfo, MixContext
 class UniMax(Stateless):
     """Weights fixed for the whole run from the domains' sizes and the run's length.
 
-    `max_epochs` is the common key of all mixers: the same number shapes the distribution here and is
-    enforced by :class:`~megatron_d3.mix.caps.EpochCap`. A run longer than `max_epochs` of everything
-    is therefore refused at its start (`exhausted: redistribute`), stops early (`stop`), or repeats
-    with weights in proportion to the limits (`repeat`), and the message says how many samples.
+    `max_epochs` is the common key of all mixers: the same number shapes the distribution here and
+    is enforced by :class:`~megatron_d3.mix.caps.EpochCap`. A run longer than `max_epochs` of
+    everything is therefore refused at its start (`exhausted: redistribute`), stops early (`stop`),
+    or repeats with weights in proportion to the limits (`repeat`), and the message says how many
+    samples.
 
     Attributes:
         budgets: (K,) float64, samples given to each domain by the algorithm.
@@ -38,11 +39,11 @@ class UniMax(Stateless):
     class Config:
         """Settings of `type: unimax`."""
 
-        max_epochs: Annotated[float, Range("(0, inf]")] | dict[
-            str, Annotated[float, Range("(0, inf]")]
-        ]
-        """N: no domain is planned to be repeated more often than this over the whole run. One number,
-        or a number by domain (domains left out may repeat without limit)."""
+        max_epochs: (
+            Annotated[float, Range("(0, inf]")] | dict[str, Annotated[float, Range("(0, inf]")]]
+        )
+        """N: no domain is planned to be repeated more often than this over the whole run. One
+        number, or a number by domain (domains left out may repeat without limit)."""
 
     def __init__(self, config: Config, domains: Sequence[DomainInfo], *, total_samples: int):
         """Raises ConfigError when no domain holds a sample or the run has none."""

@@ -37,7 +37,9 @@ def weights_by_name(
             raise ConfigError(f"{where}.{name}: got {weight}, expected a finite number >= 0")
     for name in names:
         if name not in weights:
-            raise ConfigError(f"{where}: no weight for domain {name}; give it one, 0 to leave it out")
+            raise ConfigError(
+                f"{where}: no weight for domain {name}; give it one, 0 to leave it out"
+            )
     return proportional(np.array([weights[name] for name in names], np.float64), where)
 
 

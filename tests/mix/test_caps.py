@@ -17,9 +17,9 @@ from megatron_d3.mix.caps import UNLIMITED
 from megatron_d3.plan.apportion import apportion
 from megatron_d3.types import DomainInfo, MixContext
 
-CASE = json.loads(
-    (Path(__file__).parents[1] / "oracles" / "mixers.json").read_text()
-)["cases"]["repetition_cap"]
+CASE = json.loads((Path(__file__).parents[1] / "oracles" / "mixers.json").read_text())["cases"][
+    "repetition_cap"
+]
 
 
 def domains(*sizes: int) -> list[DomainInfo]:
@@ -74,7 +74,11 @@ def test_projection_out_of_reach_shares_in_proportion_to_the_limits():
 
 
 def test_projection_without_any_room_keeps_the_weights():
-    assert project(np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.0, 1.0]))[0].tolist() == [0.5, 0.5, 0]
+    assert project(np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.0, 1.0]))[0].tolist() == [
+        0.5,
+        0.5,
+        0,
+    ]
 
 
 @settings(max_examples=200)
@@ -139,11 +143,14 @@ def test_a_whole_run_uses_the_budgets_and_never_exceeds_them():
     assert consumed.tolist() == [20, 74, 706]
 
 
-@pytest.mark.parametrize(("max_epochs", "message"), [
-    ({"e": 1}, r"^d3.mix.max_epochs.e: no such domain; known: a, b$"),
-    ({"a": 0}, r"^d3.mix.max_epochs: got 0, expected a number > 0$"),
-    (float("nan"), r"^d3.mix.max_epochs: got nan, expected a number > 0$"),
-])
+@pytest.mark.parametrize(
+    ("max_epochs", "message"),
+    [
+        ({"e": 1}, r"^d3.mix.max_epochs.e: no such domain; known: a, b$"),
+        ({"a": 0}, r"^d3.mix.max_epochs: got 0, expected a number > 0$"),
+        (float("nan"), r"^d3.mix.max_epochs: got nan, expected a number > 0$"),
+    ],
+)
 def test_a_bad_limit_is_refused(max_epochs, message):
     with pytest.raises(ConfigError, match=message):
         EpochCap(max_epochs, "redistribute", domains(1, 1))
@@ -152,13 +159,18 @@ def test_a_bad_limit_is_refused(max_epochs, message):
 def test_a_run_longer_than_the_budgets_is_refused_or_announced():
     run = {how: EpochCap(4, how, domains(10, 20)) for how in ("redistribute", "repeat", "stop")}
     assert [cap.check(120) for cap in run.values()] == [None, None, None]
-    with pytest.raises(ConfigError, match=r"d3.mix.max_epochs: the run has 130 samples, 10 more .*"
-                                          r"the largest feasible run has 120 samples"):
+    with pytest.raises(
+        ConfigError,
+        match=r"d3.mix.max_epochs: the run has 130 samples, 10 more .*"
+        r"the largest feasible run has 120 samples",
+    ):
         run["redistribute"].check(130)
     assert run["repeat"].check(130) == (
-        "d3.mix.max_epochs: 10 of 130 samples repeat beyond max_epochs")
+        "d3.mix.max_epochs: 10 of 130 samples repeat beyond max_epochs"
+    )
     assert run["stop"].check(130) == (
-        "d3.mix.max_epochs: the run will stop after 120 of 130 samples at the latest")
+        "d3.mix.max_epochs: the run will stop after 120 of 130 samples at the latest"
+    )
 
 
 # ---------------------------------------------------------------- rehearse
@@ -180,8 +192,11 @@ def test_rehearsal_passes_domains_used_one_after_the_other():
 
 
 def test_rehearsal_refuses_budgets_out_of_reach():
-    with pytest.raises(ConfigError, match=r"from step \d on, the domains that have a weight cannot "
-                                          r"fill .* the largest feasible run has about 40 of the 100"):
+    with pytest.raises(
+        ConfigError,
+        match=r"from step \d on, the domains that have a weight cannot "
+        r"fill .* the largest feasible run has about 40 of the 100",
+    ):
         run_through(((0, ONLY_A), (5, ONLY_B)), (40, 60))
     with pytest.raises(ConfigError, match=r"from step 9 on, .* about 90 of the 100 samples"):
         run_through(((0, ONLY_A), (5, ONLY_B)), (60, 40))

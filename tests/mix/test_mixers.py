@@ -21,12 +21,15 @@ CASES, NAMES = ORACLE["cases"], ORACLE["domains"]
 
 
 def domains(*sizes: float, names=("web", "code", "books", "wiki")) -> list[DomainInfo]:
-    return [DomainInfo(name, int(size), int(size)) for name, size in zip(names, sizes, strict=False)]
+    return [
+        DomainInfo(name, int(size), int(size)) for name, size in zip(names, sizes, strict=False)
+    ]
 
 
 def context(step: int = 0, num_domains: int = 4) -> MixContext:
-    return MixContext(step, position=step * 8, total_samples=10_000,
-                      consumed=np.zeros(num_domains, np.int64))
+    return MixContext(
+        step, position=step * 8, total_samples=10_000, consumed=np.zeros(num_domains, np.int64)
+    )
 
 
 def weights_of(mixer, step: int = 0, num_domains: int = 4) -> np.ndarray:
@@ -89,13 +92,16 @@ def test_static_reads_a_weights_file(tmp_path):
     assert weights_of(mixer, num_domains=2).tolist() == [0.25, 0.75]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("{", r"weights.json is not JSON"),
-    ("[1]", r'weights.json holds no {"weights": {name: number}}'),
-    ('{"weights": {"web": "x"}}', r'weights.json holds no {"weights": {name: number}}'),
-    ('{"weights": {"web": true}}', r'weights.json holds no {"weights": {name: number}}'),
-    ('{"weights": {"web": 1}}', r"d3.mix.weights: no weight for domain code"),
-])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"weights.json is not JSON"),
+        ("[1]", r'weights.json holds no {"weights": {name: number}}'),
+        ('{"weights": {"web": "x"}}', r'weights.json holds no {"weights": {name: number}}'),
+        ('{"weights": {"web": true}}', r'weights.json holds no {"weights": {name: number}}'),
+        ('{"weights": {"web": 1}}', r"d3.mix.weights: no weight for domain code"),
+    ],
+)
 def test_static_refuses_a_bad_weights_file(tmp_path, content, message):
     path = tmp_path / "weights.json"
     path.write_text(content)
@@ -108,22 +114,36 @@ def test_static_refuses_a_missing_weights_file(tmp_path):
         Static(Static.Config(tmp_path / "none.json"), domains(1, 1), total_samples=9)
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    ({"web": -1, "code": 2},
-     r"^d3.mix.weights.web: got -1, expected a finite number >= 0$"),
-    ({"web": float("nan"), "code": 2},
-     r"^d3.mix.weights.web: got nan, expected a finite number >= 0$"),
-    ({"web": float("inf"), "code": 2},
-     r"^d3.mix.weights.web: got inf, expected a finite number >= 0$"),
-    ({"web": 0, "code": 0},
-     r"^d3.mix.weights: all weights are 0, expected at least one above 0$"),
-    ({"web": 1, "code": 1, "cod": 1},
-     r"^d3.mix.weights.cod: no such domain, did you mean code\?$"),
-    ({"web": 1, "code": 1, "xyz": 1},
-     r"^d3.mix.weights.xyz: no such domain; known: web, code$"),
-    ({"web": 1},
-     r"^d3.mix.weights: no weight for domain code; give it one, 0 to leave it out$"),
-])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"web": -1, "code": 2}, r"^d3.mix.weights.web: got -1, expected a finite number >= 0$"),
+        (
+            {"web": float("nan"), "code": 2},
+            r"^d3.mix.weights.web: got nan, expected a finite number >= 0$",
+        ),
+        (
+            {"web": float("inf"), "code": 2},
+            r"^d3.mix.weights.web: got inf, expected a finite number >= 0$",
+        ),
+        (
+            {"web": 0, "code": 0},
+            r"^d3.mix.weights: all weights are 0, expected at least one above 0$",
+        ),
+        (
+            {"web": 1, "code": 1, "cod": 1},
+            r"^d3.mix.weights.cod: no such domain, did you mean code\?$",
+        ),
+        (
+            {"web": 1, "code": 1, "xyz": 1},
+            r"^d3.mix.weights.xyz: no such domain; known: web, code$",
+        ),
+        (
+            {"web": 1},
+            r"^d3.mix.weights: no weight for domain code; give it one, 0 to leave it out$",
+        ),
+    ],
+)
 def test_weights_that_are_no_weights_are_refused(weights, message):
     with pytest.raises(ConfigError, match=message):
         Static(Static.Config(weights), domains(1, 1), total_samples=9)
@@ -159,10 +179,16 @@ def test_a_low_temperature_favours_the_largest_without_overflow():
     assert weights_of(mixer).tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("mixer", "config"), [
-    (Natural, Natural.Config()), (Temperature, Temperature.Config(2.0)), (UniMax, UniMax.Config(4))])
+@pytest.mark.parametrize(
+    ("mixer", "config"),
+    [
+        (Natural, Natural.Config()),
+        (Temperature, Temperature.Config(2.0)),
+        (UniMax, UniMax.Config(4)),
+    ],
+)
 def test_domains_that_are_all_empty_are_refused(mixer, config):
-    with pytest.raises(ConfigError, match="d3.mix: all weights are 0"):
+    with pytest.raises(ConfigError, match=r"^d3.mix: all weights are 0"):
         mixer(config, domains(0, 0), total_samples=9)
 
 
@@ -173,8 +199,11 @@ def test_domains_that_are_all_empty_are_refused(mixer, config):
 def test_unimax_matches_the_oracle(index):
     case = CASES["unimax"]
     sizes, outputs = case["inputs"]["sizes"], case["outputs"]
-    mixer = UniMax(UniMax.Config(case["hyper"]["max_epochs"]), domains(*sizes),
-                   total_samples=int(case["inputs"]["budgets"][index]))
+    mixer = UniMax(
+        UniMax.Config(case["hyper"]["max_epochs"]),
+        domains(*sizes),
+        total_samples=int(case["inputs"]["budgets"][index]),
+    )
     assert_allclose(mixer.budgets, outputs["tokens"][index], rtol=1e-9)
     assert_allclose(weights_of(mixer), outputs["weights"][index], rtol=1e-9)
     assert_allclose(mixer.unspent_samples, outputs["unspent"][index], rtol=1e-9)
@@ -203,8 +232,9 @@ def test_unimax_spends_the_budget_or_reaches_every_limit(limits, budget):
 @pytest.mark.parametrize("interpolation", ["step", "linear", "cosine"])
 def test_schedule_matches_the_oracle(interpolation):
     case = CASES["schedule"]
-    knots = tuple((step, dict(zip(NAMES, weights, strict=True)))
-                  for step, weights in case["inputs"]["knots"])
+    knots = tuple(
+        (step, dict(zip(NAMES, weights, strict=True))) for step, weights in case["inputs"]["knots"]
+    )
     mixer = Schedule(Schedule.Config(knots, interpolation), domains(1, 1, 1, 1), total_samples=9)
     got = [weights_of(mixer, step) for step in case["inputs"]["query_steps"]]
     assert_allclose(got, case["outputs"][interpolation], rtol=1e-9)
@@ -221,15 +251,30 @@ def test_schedule_divides_every_knot_by_its_sum():
 BOTH = {"web": 1.0, "code": 1.0}
 
 
-@pytest.mark.parametrize(("knots", "message"), [
-    ((), r"^d3.mix.knots: got none, expected at least \[0, weights\]$"),
-    (((5, BOTH),), r"^d3.mix.knots\[0\]: got step 5, expected 0"),
-    (((0, BOTH), (10, BOTH), (10, BOTH)), r"^d3.mix.knots\[2\]: got step 10, expected one after 10$"),
-    (((0, BOTH), (10, BOTH), (9, BOTH)), r"^d3.mix.knots\[2\]: got step 9, expected one after 10$"),
-    (((0, BOTH), (10, {"web": 1})), r"^d3.mix.knots\[1\]\[1\]: no weight for domain code"),
-    (((0, {"web": 1, "code": -1}),), r"^d3.mix.knots\[0\]\[1\].code: got -1, expected a finite"),
-    (((0, {"web": 1, "code": 1, "wbe": 1}),), r"^d3.mix.knots\[0\]\[1\].wbe: no such domain, did"),
-])
+@pytest.mark.parametrize(
+    ("knots", "message"),
+    [
+        ((), r"^d3.mix.knots: got none, expected at least \[0, weights\]$"),
+        (((5, BOTH),), r"^d3.mix.knots\[0\]: got step 5, expected 0"),
+        (
+            ((0, BOTH), (10, BOTH), (10, BOTH)),
+            r"^d3.mix.knots\[2\]: got step 10, expected one after 10$",
+        ),
+        (
+            ((0, BOTH), (10, BOTH), (9, BOTH)),
+            r"^d3.mix.knots\[2\]: got step 9, expected one after 10$",
+        ),
+        (((0, BOTH), (10, {"web": 1})), r"^d3.mix.knots\[1\]\[1\]: no weight for domain code"),
+        (
+            ((0, {"web": 1, "code": -1}),),
+            r"^d3.mix.knots\[0\]\[1\].code: got -1, expected a finite",
+        ),
+        (
+            ((0, {"web": 1, "code": 1, "wbe": 1}),),
+            r"^d3.mix.knots\[0\]\[1\].wbe: no such domain, did",
+        ),
+    ],
+)
 def test_a_bad_schedule_is_refused(knots, message):
     with pytest.raises(ConfigError, match=message):
         Schedule(Schedule.Config(knots), domains(1, 1), total_samples=9)
