@@ -192,6 +192,7 @@ def test_hashes_depend_on_the_index_only(tmp_path):
 
 
 @pytest.mark.mcore
+@pytest.mark.filterwarnings("ignore")  # importing Megatron and torch warns
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatron_merges_to_the_same_bytes_and_reads_the_new_order(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
