@@ -219,7 +219,7 @@ def test_what_cannot_be_used_is_refused(write, text, message):
 
 def test_more_domains_than_the_plan_can_number():
     content = {"domains": {f"d{index}": "x" for index in range(32768)}}
-    with pytest.raises(ConfigError, match=r"^d3.domains: got 32768 domains, expected at most 32767$"):
+    with pytest.raises(ConfigError, match=r"^d3.domains: got 32768 domains, expected at most"):
         parse_config(content, folder=Path("/data"))
 
 
