@@ -16,6 +16,7 @@
     reader.py          `PlanReader`: any plan directory, memory-mapped
     store.py           `PlanStore`: the one writer
     replay.py          computes a plan again and compares
+    reach.py           what a plan had come to at a checkpoint
     resume.py          continues a plan from a checkpoint
     audit.py           checks a whole plan
     summary.py         what a plan did, in numbers

@@ -247,7 +247,8 @@ def differences(old: RunHeader, new: RunHeader) -> list[Difference]:
     found += _domain_differences(old, new)
     for key in _DECISIVE:
         found += _value_differences(key, old.config.get(key), new.config.get(key))
-    found += _value_differences("versions", dict(old.versions), dict(new.versions))
+    found += [Difference(f"versions.{name}", old.versions[name], new.versions[name])
+              for name in old.versions if old.versions[name] != new.versions.get(name, old.versions[name])]
     if old.total_samples != new.total_samples:
         found.append(Difference("total_samples", old.total_samples, new.total_samples))
     if old.batch_schedule != new.batch_schedule:

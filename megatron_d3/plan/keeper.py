@@ -27,9 +27,10 @@ from megatron_d3.errors import PlanError, ResumeError
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.files import explained, is_there
 from megatron_d3.plan.header import PlanFile, RunHeader
+from megatron_d3.plan.reach import Checkpoint
 from megatron_d3.plan.reader import PLAN
 from megatron_d3.plan.replay import DeciderFactory
-from megatron_d3.plan.resume import Checkpoint, resume
+from megatron_d3.plan.resume import resume
 from megatron_d3.plan.segment import Segment
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import PlanStore

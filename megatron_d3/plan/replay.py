@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_d3.errors import PlanError
+from megatron_d3.plan import apportion
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import Generation, PlanFile, RunHeader
 from megatron_d3.plan.reader import LEDGER, ROUNDS, PlanReader
@@ -27,6 +28,10 @@ DeciderFactory = Callable[[RunHeader, tuple[int, ...]], Decider]
 
 class ReplayError(PlanError):
     """The plan on disk is not what its settings and ledger lead to. Names the first difference."""
+
+
+class VersionError(PlanError):
+    """The installed algorithms cannot compute the plan again."""
 
 
 class Replay:
@@ -66,7 +71,7 @@ class Replay:
         self._position = position
         self._visit = visit or (lambda state: None)
         current = self._generations[self.generation]
-        self.decider = make_decider(current.header, current.domain_ids)
+        self.decider = self._decider_of(current)
         self.state = self.decider.init(position=current.position, iteration=current.iteration)
         self.rounds_end = self.ledger_end = 0
         self._seal = NO_HASH
@@ -111,6 +116,19 @@ class Replay:
     def _upcoming(self) -> Generation | None:
         following = self.generation + 1
         return self._generations[following] if following < len(self._generations) else None
+
+    def _decider_of(self, generation: Generation) -> Decider:
+        decider = self._make_decider(generation.header, generation.domain_ids)
+        config, versions = generation.header.config, generation.header.versions
+        installed = {"apportion": apportion.VERSION,
+                     config.get("mix", {}).get("type"): decider.mixer.VERSION}
+        for name, version in installed.items():
+            if versions.get(name, version) != version:
+                raise VersionError(
+                    f"positions from {generation.position} on were decided by version "
+                    f"{versions[name]} of {name}, this is {version}; use the Megatron-D3 that wrote "
+                    "the plan")
+        return decider
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         directory, state = self.reader.directory, self.state
@@ -181,7 +199,7 @@ class Replay:
         if expected != new:
             raise ReplayError(f"generation {self.generation + 1} (from position {new.position}): "
                               "its cursors or ids are not those that the plan leads to")
-        self.decider = self._make_decider(new.header, new.domain_ids)
+        self.decider = self._decider_of(new)
         self.state = enter(self.state, rewound, old, new, self.decider)
         self.generation += 1
         self.rewound = None
@@ -210,6 +228,12 @@ def next_generation(
     return Generation(iteration, rewound.position, round_number, ids, tuple(cursors), header)
 
 
+def is_replayable(old: RunHeader, new: RunHeader) -> bool:
+    """Whether the algorithms of a run that wants `new` can compute what `old` decided."""
+    return all(version == new.versions.get(name, version)
+               for name, version in old.versions.items())
+
+
 def enter(
     state: DeciderState, rewound: DeciderState, old: Generation, new: Generation, decider: Decider
 ) -> DeciderState:
@@ -217,7 +241,7 @@ def enter(
 
     A domain that stays keeps its cursor and its carry; if one leaves, all carries start from 0 (what
     it was owed or had too much cannot be made up for). A mixer keeps its state while neither its
-    configuration nor the domains change.
+    configuration nor the domains change. Another version of an algorithm begins without either.
 
     Args:
         state: at the end of the generation before, rounds beyond the new start included.
@@ -227,9 +251,10 @@ def enter(
         decider: of the new one.
     """
     carries = dict(zip(old.domain_ids, rewound.carry.tolist(), strict=True))
-    has_left = not set(old.domain_ids) <= set(new.domain_ids)
-    carry = [0.0 if has_left else carries.get(i, 0.0) for i in new.domain_ids]
-    is_same_mixer = (old.domain_ids == new.domain_ids
+    is_same_version = is_replayable(old.header, new.header)
+    is_kept = is_same_version and set(old.domain_ids) <= set(new.domain_ids)
+    carry = [carries.get(i, 0.0) if is_kept else 0.0 for i in new.domain_ids]
+    is_same_mixer = (is_same_version and old.domain_ids == new.domain_ids
                      and old.header.config.get("mix") == new.header.config.get("mix"))
     return replace(
         state, position=new.position, step=new.iteration, consumed=new.position,

@@ -13,15 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from megatron_d3.errors import ResumeError
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import Difference, Generation, PlanFile, RunHeader, differences
+from megatron_d3.plan.reach import (
+    Checkpoint,
+    Reached,
+    Start,
+    check_consumed,
+    choose_start,
+    reach,
+    recount,
+)
 from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
-from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError, enter, next_generation
+from megatron_d3.plan.replay import (
+    DeciderFactory,
+    enter,
+    is_replayable,
+    next_generation,
+)
 from megatron_d3.plan.rows import LossRow, last_line, parsed
-from megatron_d3.plan.snapshot import Snapshot
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import Cut, PlanStore, num_bytes
 
@@ -57,19 +68,6 @@ class Resumed:
     messages: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What Megatron's checkpoint says.
-
-    Attributes:
-        iteration: training steps done.
-        consumed: training samples consumed.
-    """
-
-    iteration: int
-    consumed: int
-
-
 def resume(
     directory: Path, checkpoint: Checkpoint, header: RunHeader, make_decider: DeciderFactory,
     *, is_fork: bool = False,
@@ -100,25 +98,29 @@ def resume(
     changes = _allowed(directory, kept.generations[-1], header, decider, make_decider, is_fork)
     _check_total(directory, header, checkpoint)
     if checkpoint.iteration == first.iteration:
-        _check_consumed(directory, checkpoint, first.position)
+        check_consumed(directory, checkpoint, first.position)
         return _start_over(directory, reader, header, decider, changes)
     _check_ledger(directory, reader, checkpoint)
     dropped = reader.plan.generations[len(kept.generations):]
     num_valid = min([reader.first_position + reader.num_stored, *(g.position for g in dropped)])
     reader.plan = kept
-    choice = _choose(reader, checkpoint, num_valid)
-    replay, missing = _replay(reader, checkpoint, make_decider, choice)
-    end = checkpoint.consumed if changes else replay.state.position
-    store, messages = _go_on(reader, checkpoint, (replay, missing), choice, end)
+    start = choose_start(reader, checkpoint, num_valid)
+    old = kept.generations[-1]
+    if is_replayable(old.header, header):
+        reached = reach(reader, checkpoint, make_decider, start)
+    else:
+        reached = recount(reader, checkpoint)
+    end = checkpoint.consumed if changes else reached.state.position
+    store, messages = _cut(reader, checkpoint, reached, start, end)
     if not changes:
-        return Resumed(store, replay.decider, replay.state, tuple(messages))
-    rewound = replay.rewound or replay.state
-    new = next_generation(kept, replay.generation, rewound, header,
-                          iteration=checkpoint.iteration, round_number=replay.state.round)
+        return Resumed(store, decider, reached.state, tuple(messages))
+    new = next_generation(kept, len(kept.generations) - 1, reached.rewound, header,
+                          iteration=checkpoint.iteration, round_number=reached.state.round)
+    state = enter(reached.state, reached.rewound, old, new, decider)
+    # So that no later resume has to go back beyond this point. Before the plan counts it as begun.
+    store.snapshot(state, generation=len(kept.generations))
     store.write_plan(kept.with_generation(new))
-    state = enter(replay.state, rewound, replay.current, new, decider)
-    messages += _describe(replay.current, new, changes)
-    return Resumed(store, decider, state, tuple(messages))
+    return Resumed(store, decider, state, (*messages, *_describe(old, new, changes)))
 
 
 def _allowed(
@@ -158,14 +160,6 @@ def _check_total(directory: Path, header: RunHeader, checkpoint: Checkpoint) -> 
             "an earlier checkpoint")
 
 
-def _check_consumed(directory: Path, checkpoint: Checkpoint, recorded: int) -> None:
-    if checkpoint.consumed != recorded:
-        raise ResumeError(
-            f"plan {directory}: had consumed {recorded} samples at iteration {checkpoint.iteration}, "
-            f"the checkpoint {checkpoint.consumed}; it is a checkpoint of another run: give the "
-            "--load and --save of one run")
-
-
 def _check_ledger(directory: Path, reader: PlanReader, checkpoint: Checkpoint) -> None:
     path = directory / LEDGER
     found = last_line(path)
@@ -200,95 +194,22 @@ def _aside_message(aside: Path, iteration: int) -> str:
     return f"d3 plan: resumed at iteration {iteration}, what came later is in {aside}"
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """Where a replay starts, and what the checkpoint has not seen.
-
-    Attributes:
-        snapshot: the last usable one, or None for the plan's start.
-        stale: snapshots later than the checkpoint.
-        valid_end: positions below this one are on disk and belong to what is kept.
-    """
-
-    snapshot: Snapshot | None
-    stale: tuple[Path, ...]
-    valid_end: int
-
-
-def _choose(reader: PlanReader, checkpoint: Checkpoint, valid_end: int) -> _Choice:
-    generations = reader.plan.generations
-    stale = []
-    for snapshot in reader.snapshots():
-        if snapshot.iteration > checkpoint.iteration:  # known from its name, without reading it
-            stale.append(snapshot.path)
-            continue
-        state, index = snapshot.state, snapshot.generation
-        if state.decided_at >= checkpoint.iteration or index >= len(generations):
-            stale.append(snapshot.path)
-            continue
-        later = [generation.position for generation in generations[index + 1:]]
-        # NOTE: it must lie before every position to which the replay may have to go back.
-        if state.position <= min([checkpoint.consumed, valid_end, *later]):
-            return _Choice(snapshot, tuple(stale), valid_end)
-    return _Choice(None, tuple(stale), valid_end)
-
-
-def _replay(
-    reader: PlanReader, checkpoint: Checkpoint, make_decider: DeciderFactory, choice: _Choice
-) -> tuple[Replay, list[tuple[int, np.ndarray]]]:
-    """Replay up to the checkpoint.
-
-    Returns:
-        The replay at its end, and the (start, records) that `positions.bin` lacks.
-    """
-    missing = []
-    try:
-        replay = Replay(reader, make_decider, until=checkpoint.iteration,
-                        position=checkpoint.consumed, snapshot=choice.snapshot)
-        for row, segment in replay.rounds():
-            stop = reader.stop_of(row)
-            middle = max(segment.start, min(stop, choice.valid_end))
-            stored = reader.stored(segment.start, middle)
-            if stored.tobytes() != segment.records[:middle - segment.start].tobytes():
-                raise ReplayError(f"round {row.round}: positions {segment.start}-{middle - 1} of "
-                                  f"{POSITIONS} are not those that the round decided")
-            if middle < stop:
-                missing.append((middle, segment.records[middle - segment.start:
-                                                        stop - segment.start]))
-    except ReplayError as error:
-        raise ResumeError(
-            f"plan {reader.directory}: {error}; the plan was changed or damaged: restore it from a "
-            "backup (`megatron-d3 plan audit` says more)") from error
-    state = replay.state
-    if state.iteration != checkpoint.iteration:
-        raise ResumeError(f"plan {reader.directory}: {LEDGER} has no row of iteration "
-                          f"{checkpoint.iteration}; load another checkpoint")
-    _check_consumed(reader.directory, checkpoint, state.consumed)
-    if state.position < checkpoint.consumed:
-        raise ResumeError(
-            f"plan {reader.directory}: {ROUNDS} decides positions up to {state.position}, the "
-            f"checkpoint has consumed {checkpoint.consumed}; restore the plan from a backup")
-    return replay, missing
-
-
-def _go_on(
-    reader: PlanReader, checkpoint: Checkpoint, replayed: tuple[Replay, list[tuple[int, np.ndarray]]],
-    choice: _Choice, end: int,
+def _cut(
+    reader: PlanReader, checkpoint: Checkpoint, reached: Reached, start: Start, end: int
 ) -> tuple[PlanStore, list[str]]:
     """Cut the files at the checkpoint, and positions at `end` if they reach so far."""
-    replay, missing = replayed
     evals_end = 0
     for row, offset, _ in reader.evals():
         if row.iteration > checkpoint.iteration:
             break
         evals_end = offset
-    kept = min(choice.valid_end, end) - reader.first_position
-    sizes = {LEDGER: replay.ledger_end, ROUNDS: replay.rounds_end, EVALS: evals_end,
+    kept = min(start.valid_end, end) - reader.first_position
+    sizes = {LEDGER: reached.ledger_end, ROUNDS: reached.rounds_end, EVALS: evals_end,
              POSITIONS: num_bytes(kept)}
     store = PlanStore(reader.directory)
-    aside = store.set_aside(Cut(reader.plan, sizes, choice.stale, checkpoint.iteration))
-    for start, records in missing:
-        store.write_missing(records[:max(0, end - start)])
+    aside = store.set_aside(Cut(reader.plan, sizes, start.stale, checkpoint.iteration))
+    for first, records in reached.missing:
+        store.write_missing(records[:max(0, end - first)])
     return store, [_aside_message(aside, checkpoint.iteration)] if aside else []
 
 

@@ -140,15 +140,19 @@ class PlanStore:
         if last is None or not last[0].startswith(body[:-1]):
             self._append_sealed(EVALS, body)
 
-    def snapshot(self, state: DeciderState) -> Snapshot:
+    def snapshot(self, state: DeciderState, *, generation: int | None = None) -> Snapshot:
         """Store the scheduler's state; it must be that of what was appended so far.
+
+        Args:
+            state: after at least one round.
+            generation: index of its generation; the last unless given.
 
         Raises:
             PlanError: it cannot be written.
         """
+        index = len(self.plan.generations) - 1 if generation is None else generation
         return Snapshot.write(
-            self.directory / STATE, state, generation=len(self.plan.generations) - 1,
-            rounds_bytes=self._files[ROUNDS].size, ledger_bytes=self._files[LEDGER].size)
+            self.directory / STATE, state, generation=index, rounds_bytes=self._files[ROUNDS].size, ledger_bytes=self._files[LEDGER].size)
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Return the records of decided positions [start, stop); many are memory-mapped.

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from megatron_d3.errors import PlanError, ResumeError
+from megatron_d3.plan import apportion
+from megatron_d3.plan.audit import audit
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanKeeper
@@ -481,6 +483,34 @@ def test_a_fork_at_the_start_starts_over(tmp_path: Path) -> None:
     aside = files_of(tmp_path / "d3/abandoned-0001")
     assert {name: aside[name] for name in old if name != "lock"} == {
         name: content for name, content in old.items() if name != "lock"}
+
+
+def test_another_version_of_an_algorithm_may_go_on_by_fork(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = changed(versions={"apportion": apportion.VERSION})
+    directory = tmp_path / "d3"
+    Trainer(directory, old).run(stop_at=6)
+    kept = PlanReader(directory).positions(0, 20).tobytes()
+    monkeypatch.setattr(apportion, "VERSION", apportion.VERSION + 1)
+    new = changed(versions={"apportion": apportion.VERSION})
+    with pytest.raises(ResumeError, match=r"made with versions.apportion \d+, now \d+"):
+        PlanKeeper.open(directory, new, make_decider, iteration=5, consumed=20)
+    with pytest.raises(ResumeError, match=r"positions from 0 on were decided by version \d+ of "
+                                          r"apportion, this is \d+; use the Megatron-D3 that wrote"):
+        PlanKeeper.open(directory, old, make_decider, iteration=5, consumed=20)
+    Trainer(directory, new).run(5, 20, mode="fork", stop_at=7)
+    Trainer(directory, new).run(6, 24)
+    reader = PlanReader(directory)
+    assert reader.positions(0, 20).tobytes() == kept
+    assert_no_sample_lost_or_repeated(reader)
+    assert "of apportion, this is" in audit(directory, make_decider).findings[0]
+    path = directory / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:4] + lines[5:]))
+    with pytest.raises(ResumeError, match="ledger.jsonl has no row of iteration 5"):
+        PlanKeeper.open(directory, changed(versions={"apportion": 9}), make_decider, iteration=5,
+                        consumed=20, mode="fork")
 
 
 def test_the_mixer_keeps_its_state_unless_it_changes(tmp_path: Path) -> None:
