@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from megatron_d3.cli.order_plot import plot_order, running_mean
 from megatron_d3.corpus.derive import derive, origin
 from megatron_d3.corpus.index import read_index, suffixed
+from megatron_d3.corpus.mpi import Ranks, on_all_ranks
 from megatron_d3.corpus.publish import Publication
 from megatron_d3.corpus.rewrite import Source, open_source
 from megatron_d3.corpus.scores import (
@@ -26,7 +28,7 @@ from megatron_d3.corpus.scores import (
     read_scores,
 )
 from megatron_d3.errors import ConfigError
-from megatron_d3.order import METHODS, PRESETS, Recipe, permutation, preset
+from megatron_d3.order import METHODS, PRESETS, Recipe, permutation, preset, rank_together
 
 NAME = "order"
 HELP = "order a corpus by score (sort, fold, zigzag, segment, str, saw, shuffle)"
@@ -140,6 +142,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the verb; see `megatron-d3 order --help`."""
+    return on_all_ranks(lambda ranks: _run(args, ranks))
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     recipe = recipe_of(args)
     if len(args.prefix) > 1 and not args.merge:
         raise ConfigError(
@@ -151,9 +157,14 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and scores is None:
         raise ConfigError("--plot: there are no scores to draw; give --scores")
     row = scores.row(args.score) if scores and recipe.needs_scores else None
+    ranking = partial(rank_together, ranks=ranks)
+    if ranks.rank:
+        if row is not None:
+            ranking(row, ascending=recipe.ascending is not False)
+        return 0  # rank 0 does the rest
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        order = permutation(row, recipe, num_items=source.num_documents)
+        order = permutation(row, recipe, num_items=source.num_documents, ranking=ranking)
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     how = _how(args, recipe, scores)

@@ -6,17 +6,15 @@ import argparse
 import json
 import os
 import re
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_d3.corpus.encoders import KINDS, TokenizerFiles, kind_of
 from megatron_d3.corpus.encoding import Settings
-from megatron_d3.corpus.mpi import Ranks, find_ranks
+from megatron_d3.corpus.mpi import Ranks, on_all_ranks
 from megatron_d3.corpus.records import Keys
 from megatron_d3.corpus.sources import cut, find_files
 from megatron_d3.corpus.tokenization import SKIPPED_SUFFIX, Summary, tokenize
-from megatron_d3.errors import D3Error
 
 NAME = "tokenize"
 HELP = "tokenize .jsonl, .parquet or .txt into one .bin/.idx, keeping quality scores"
@@ -96,24 +94,10 @@ def tokenizer_of(args: argparse.Namespace) -> TokenizerFiles:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the verb; see `megatron-d3 tokenize --help`."""
-    ranks = find_ranks()
-    try:
-        summary = _run(args, ranks)
-    except D3Error:
-        if ranks.rank:
-            return 1  # rank 0 says it
-        raise
-    except BaseException:
-        if ranks.size > 1:  # the others wait for this one and would for ever
-            traceback.print_exc()
-            ranks.abort()
-        raise
-    if summary:
-        print(json.dumps(_to_dict(summary), indent=2) if args.json else _text(summary, args))
-    return 0
+    return on_all_ranks(lambda ranks: _run(args, ranks))
 
 
-def _run(args: argparse.Namespace, ranks: Ranks) -> Summary | None:
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     settings = Settings(
         tokenizer=tokenizer_of(args),
         keys=Keys(args.text_key, tuple(args.score_key)),
@@ -125,7 +109,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> Summary | None:
     if workers is None:
         workers = 1 if ranks.size > 1 else len(os.sched_getaffinity(0))
     shards = cut(find_files(args.input), shard_bytes=args.shard_size, txt=args.txt)
-    return tokenize(
+    summary = tokenize(
         shards,
         args.output_prefix,
         settings,
@@ -133,6 +117,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> Summary | None:
         ranks=ranks,
         is_overwriting=args.overwrite,
     )
+    if summary:
+        print(json.dumps(_to_dict(summary), indent=2) if args.json else _text(summary, args))
+    return 0
 
 
 def _to_dict(summary: Summary) -> dict[str, object]:

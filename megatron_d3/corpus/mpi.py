@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_d3.errors import ConfigError
+from megatron_d3.errors import ConfigError, D3Error
 
 # Set by Hydra (MPICH, Intel MPI), Open MPI, MVAPICH2, and `srun`.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -42,6 +43,12 @@ class Ranks:
             return [value]
         values: list[Any] = self._comm.allgather(value)
         return values
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in their order on rank 0, [] on others."""
+        if self._comm is None:
+            return [value]
+        return self._comm.gather(value, root=0) or []
 
     def abort(self) -> None:
         """End all ranks at once: one of them met an error that nobody planned for."""
@@ -72,3 +79,26 @@ def find_ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
             "belong to different MPIs; use the mpirun of the MPI that mpi4py was built for"
         )
     return Ranks(comm.rank, comm.size, comm)
+
+
+def on_all_ranks(work: Callable[[Ranks], int]) -> int:
+    """Carry out a command on the ranks of an `mpirun`, or alone; return the exit code.
+
+    A `D3Error` has to be raised by every rank or before the first exchange; rank 0 says it. After
+    any other error all ranks are ended, for they would wait for the one that failed.
+
+    Raises:
+        D3Error: on rank 0, or where the ranks cannot be used.
+    """
+    ranks = find_ranks()
+    try:
+        return work(ranks)
+    except D3Error:
+        if ranks.rank:
+            return 1
+        raise
+    except BaseException:
+        if ranks.size > 1:
+            traceback.print_exc()
+            ranks.abort()
+        raise

@@ -24,6 +24,7 @@ array([0, 1, 2, 5, 6, 3, 4, 7, 8, 9])
 
 from megatron_d3.order.layers import fold, zigzag
 from megatron_d3.order.noise import gumbel_ranks, jitter, window_size
+from megatron_d3.order.parallel import rank_together
 from megatron_d3.order.ranking import rank, refuse_nan, refuse_repeats
 from megatron_d3.order.recipe import METHODS, PRESETS, Recipe, permutation, preset
 from megatron_d3.order.sections import saw_order, str_order, transitions
@@ -39,6 +40,7 @@ __all__ = [
     "permutation",
     "preset",
     "rank",
+    "rank_together",
     "refuse_nan",
     "refuse_repeats",
     "saw_order",

@@ -8,7 +8,7 @@ means easy or hard is a property of the data.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,13 +140,20 @@ def preset(name: str) -> dict[str, Any]:
     return fields
 
 
-def permutation(scores: np.ndarray | None, recipe: Recipe, *, num_items: int) -> np.ndarray:
+def permutation(
+    scores: np.ndarray | None,
+    recipe: Recipe,
+    *,
+    num_items: int,
+    ranking: Callable[..., np.ndarray] = rank,
+) -> np.ndarray:
     """Return the documents in the order of the recipe.
 
     Args:
         scores: (N,) float64; None for a method that needs none.
         recipe: what to do.
         num_items: N, checked against the scores.
+        ranking: sorts the scores; another one than `rank` may only be faster.
 
     Returns:
         (N,) int64; entry p is the document at place p. Every document occurs once.
@@ -169,7 +176,7 @@ def permutation(scores: np.ndarray | None, recipe: Recipe, *, num_items: int) ->
             raise ConfigError(f"order.scores: {recipe.method} needs a score a document")
         if len(scores) != num_items:
             raise ConfigError(f"order.scores: got {len(scores)}, expected {num_items}")
-        ordered = _apply(recipe, rank(scores, ascending=recipe.ascending is not False))
+        ordered = _apply(recipe, ranking(scores, ascending=recipe.ascending is not False))
     ordered = np.ascontiguousarray(ordered)
     window = noise.window_size(recipe.jitter, num_items)
     noise.jitter(ordered, window=window, rng=stream(recipe.seed, "jitter"))

@@ -8,8 +8,6 @@ import json
 import pytest
 
 from megatron_d3.cli import tokenize as verb
-from megatron_d3.corpus.mpi import Ranks
-from megatron_d3.errors import CorpusError
 from tests.corpus_helpers import read_documents
 
 
@@ -49,40 +47,6 @@ def test_json_can_be_piped(flags, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["num_documents"] == 3
     assert report["skipped"] == {"broken JSON": 1}
-
-
-def test_only_rank_0_speaks(flags, monkeypatch, capsys):
-    monkeypatch.setattr(verb, "find_ranks", lambda: Ranks(1, 2))
-    monkeypatch.setattr(verb, "tokenize", refuse(CorpusError("no")))
-    assert run(*flags) == 1
-    monkeypatch.setattr(verb, "find_ranks", lambda: Ranks(0, 2))
-    with pytest.raises(CorpusError, match="no"):
-        run(*flags)
-    monkeypatch.setattr(verb, "tokenize", lambda *args, **options: None)
-    assert run(*flags) == 0
-    assert capsys.readouterr().out == ""
-
-
-def test_an_unplanned_error_ends_all_ranks(flags, monkeypatch, capsys):
-    aborted = []
-
-    class Comm:
-        def Abort(self, code):
-            aborted.append(code)
-
-    monkeypatch.setattr(verb, "find_ranks", lambda: Ranks(1, 2, Comm()))
-    monkeypatch.setattr(verb, "tokenize", refuse(ZeroDivisionError("our bug")))
-    with pytest.raises(ZeroDivisionError):
-        run(*flags)
-    assert aborted == [1]
-    assert "our bug" in capsys.readouterr().err
-
-
-def refuse(error: Exception):
-    def fake(*args, **options):
-        raise error
-
-    return fake
 
 
 def test_sizes_have_units(capsys):

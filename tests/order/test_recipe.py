@@ -20,6 +20,7 @@ from megatron_d3.order import (
     permutation,
     preset,
     rank,
+    rank_together,
     refuse_repeats,
     window_size,
 )
@@ -220,3 +221,35 @@ def test_recipe_fills_in_the_defaults_of_its_method():
         "jitter_version": 1,
         "seed": 42,
     }
+
+
+class Shares:
+    """Ranks in one process: every rank but the first has already put its share down."""
+
+    def __init__(self, rank, size, put):
+        self.rank, self.size, self.put = rank, size, put
+
+    def collect(self, value):
+        self.put[self.rank] = value
+        return self.put if self.rank == 0 else []
+
+
+@given(
+    scores=st.lists(st.integers(0, 5), max_size=40),
+    size=st.integers(1, 5),
+    ascending=st.booleans(),
+)
+def test_ranks_sort_together_as_one_sorts_alone(scores, size, ascending):
+    values = np.array(scores, np.float64)
+    put: list = [None] * size
+    for number in range(size - 1, -1, -1):
+        ranks = Shares(number, size, put)
+        ranked = rank_together(values, ascending=ascending, ranks=ranks)
+    assert ranked.tolist() == rank(values, ascending=ascending).tolist()
+
+
+def test_a_missing_score_is_named_on_every_rank():
+    values = np.array([1.0, 2.0, np.nan])
+    for number in range(2):
+        with pytest.raises(CorpusError, match=r"document 2 has no score"):
+            rank_together(values, ascending=True, ranks=Shares(number, 2, [None, None]))
