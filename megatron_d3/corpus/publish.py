@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,7 @@ class Publication:
     def __enter__(self) -> Self:
         if not self.prefix.parent.is_dir():
             raise CorpusError(f"{self.prefix.parent}: no such folder; create it first")
+        self._clear_up()
         for suffix in self._suffixes:
             path = self.final(suffix)
             if path.exists() and not self._is_overwriting:
@@ -65,7 +67,7 @@ class Publication:
     def aside(self, suffix: str) -> Path:
         """Return the name a file has until everything is written."""
         assert suffix in self._suffixes, suffix
-        return suffixed(self.prefix, f"{suffix}.tmp-{os.getpid()}")
+        return suffixed(self.prefix, f"{suffix}.tmp-{socket.gethostname()}-{os.getpid()}")
 
     def write(self, suffix: str, chunks: Iterable[np.ndarray | bytes]) -> None:
         """Write bytes and C-contiguous arrays one after another and flush to disk."""
@@ -111,6 +113,25 @@ class Publication:
         if isinstance(error, OSError):
             raise self._refusal(error) from error
 
+    def _clear_up(self) -> None:
+        """Remove what dead processes of this host were writing; refuse what they had put aside."""
+        here = [
+            path
+            for path in self.prefix.parent.iterdir()
+            if ".tmp-" in path.name or ".replaced-" in path.name
+        ]
+        for suffix in self._suffixes:
+            name = f"{self.prefix.name}{suffix}"
+            start = f"{name}.tmp-{socket.gethostname()}-"
+            for path in here:
+                if path.name.startswith(start) and not _is_running(path.name[len(start) :]):
+                    path.unlink(missing_ok=True)
+                if path.name.startswith(f"{name}.replaced-"):
+                    raise CorpusError(
+                        f"{path}: put aside by a run that was killed while it replaced {name}; "
+                        f"rename it back to {name}, or remove it"
+                    )
+
     def _publish(self) -> None:
         # The committing file leaves first and arrives last.
         replaced = []
@@ -133,6 +154,16 @@ class Publication:
             hint = "; nothing was changed, free some space and run it again"
         where = error.filename or self.prefix
         return CorpusError(f"{where}: cannot be written: {error.strerror}{hint}")
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass  # it runs, for another user
+    return True
 
 
 def flush_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +153,19 @@ def test_files_are_concatenated(tmp_path):
     with Publication(tmp_path / "a", SUFFIXES) as new:
         new.concatenate(".bin", [tmp_path / "x", tmp_path / "y", tmp_path / "x"])
     assert (tmp_path / "a.bin").read_bytes() == b"12312"
+
+
+def test_what_a_dead_process_was_writing_is_removed(tmp_path):
+    host = socket.gethostname()
+    (tmp_path / f"a.bin.tmp-{host}-0999999999").write_bytes(b"dead")
+    (tmp_path / f"a.bin.tmp-{host}-1").write_bytes(b"alive")
+    (tmp_path / "a.bin.tmp-elsewhere-0999999999").write_bytes(b"not known")
+    publish(tmp_path / "a", b"new")
+    left = {name for name in contents(tmp_path) if ".tmp-" in name}
+    assert left == {f"a.bin.tmp-{host}-1", "a.bin.tmp-elsewhere-0999999999"}
+
+
+def test_what_a_killed_process_had_put_aside_is_named(tmp_path):
+    (tmp_path / "a.idx.replaced-12").write_bytes(b"old")
+    with pytest.raises(CorpusError, match=r"a.idx.replaced-12: put aside by .* back to a.idx, or"):
+        publish(tmp_path / "a", b"new")
