@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +56,13 @@ def test_sizes_have_units(capsys):
     assert [verb._size(text) for text in ("7", "64M", "2gb", "1k")] == [7, 64e6, 2e9, 1000]
     with pytest.raises(argparse.ArgumentTypeError, match="got '1.5G', expected bytes"):
         verb._size("1.5G")
+
+
+@pytest.mark.parametrize(
+    ("tool", "verb"), [("preprocess_data", "tokenize"), ("reorder_index", "order")]
+)
+def test_the_tools_are_doors_to_the_verbs(tool, verb, tmp_path):
+    path = Path(__file__).parents[2] / "tools" / f"{tool}.py"
+    words = [sys.executable, path, "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.startswith(f"usage: megatron-d3 {verb} ")

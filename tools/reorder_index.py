@@ -1,0 +1,14 @@
+"""A corpus in another order: a thin door to `megatron-d3 order`, with the same flags.
+
+python tools/reorder_index.py --help
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_d3.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["order", *sys.argv[1:]]))
