@@ -29,6 +29,7 @@ EXTRAS = {
     "tokenizers": ["tokenizers>=0.20"],
     "tiktoken": ["tiktoken>=0.7"],
     "parquet": ["pyarrow>=16"],
+    "zstd": ["zstandard>=0.22"],
     "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
 }
 
