@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_d3.cli.tokenize import add_tokenizer_arguments, tokenizer_of
 from megatron_d3.corpus.check import check_index, repair
 from megatron_d3.corpus.choose import VERSION, sample, split_by_content
 from megatron_d3.corpus.derive import derive, origin, scores_beside
 from megatron_d3.corpus.describe import describe, first_tokens, table
+from megatron_d3.corpus.encoders import open_encoder
 from megatron_d3.corpus.index import read_index
 from megatron_d3.corpus.publish import Publication
 from megatron_d3.corpus.rewrite import Source, open_source
@@ -77,6 +79,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     add("prefix", nargs="+", type=Path, help="corpora without suffix")
     add("--documents", type=int, default=3, metavar="N", help="documents shown (default 3)")
     add("--json", action="store_true", help="print the table as JSON")
+    add_tokenizer_arguments(parser, is_required=False)
 
 
 def _add_split(parser: argparse.ArgumentParser) -> None:
@@ -139,11 +142,17 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([row.to_dict() for row in rows], indent=2))
         return 0
+    decode = open_encoder(tokenizer_of(args)).decode if args.tokenizer_type else None
     print(table(rows))
     for index in indexes:
         for document in range(min(args.documents, index.num_documents)):
             tokens = first_tokens(index, document, limit=_SHOWN_TOKENS + 1).tolist()
-            text = " ".join(map(str, tokens[:_SHOWN_TOKENS]))
+            shown = tokens[:_SHOWN_TOKENS]
+            text = (
+                json.dumps(decode(shown), ensure_ascii=False)
+                if decode
+                else " ".join(map(str, shown))
+            )
             more = " ..." if len(tokens) > _SHOWN_TOKENS else ""
             print(f"\n{index.prefix} document {document}: {text}{more}")
     return 0

@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "plan": "megatron_d3.cli.plan",
     "demo-corpus": "megatron_d3.cli.demo_corpus",
     "tokenize": "megatron_d3.cli.tokenize",
+    "score": "megatron_d3.cli.score",
     "index": "megatron_d3.cli.index",
     "order": "megatron_d3.cli.order",
 }

@@ -20,12 +20,19 @@ class Keys:
 
     Attributes:
         text: key of the text; dots lead into nested objects ("meta.text"), unless a key has
-            that name, dots and all.
+            that name, dots and all; None: rows without text, for their scores alone.
         scores: keys of the scores, one number each.
+        id: key of a text or an integer that tells documents apart, or None.
     """
 
-    text: str = "text"
+    text: str | None = "text"
     scores: tuple[str, ...] = ()
+    id: str | None = None
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every key asked for."""
+        return tuple(key for key in (self.text, *self.scores, self.id) if key is not None)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Rows:
         texts: a tuple of strings a document; more than one where the text is a list of strings,
             each of which becomes a sequence.
         scores: a tuple of numbers a document.
+        ids: of the documents, if asked for.
         problems: rows that are none, in order.
         num_bytes: of all texts, as UTF-8.
         num_blank: lines without content, which are no rows.
@@ -60,6 +68,7 @@ class Rows:
 
     texts: list[tuple[str, ...]] = field(default_factory=list)
     scores: list[tuple[float, ...]] = field(default_factory=list)
+    ids: list[str | int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     num_bytes: int = 0
     num_blank: int = 0
@@ -102,13 +111,15 @@ def _lines(data: bytes) -> Sequence[str | bytes]:
 
 
 def _add(rows: Rows, chunk: Chunk, row: int, keys: Keys, content: Any) -> None:
+    name: str | int | None = None
     try:
         if isinstance(content, bytes):
             content = _decode(content)
         if chunk.form == "jsonl":
             content = _parse(content)
         if chunk.form in ("jsonl", "parquet"):
-            texts = _texts(_look_up(content, keys.text), keys.text)
+            texts = () if keys.text is None else _texts(_look_up(content, keys.text), keys.text)
+            name = None if keys.id is None else _id(_look_up(content, keys.id), keys.id)
             scores = tuple(_score(_look_up(content, key), key) for key in keys.scores)
         else:
             texts, scores = (content.removesuffix("\r") if row >= 0 else content,), ()
@@ -119,6 +130,8 @@ def _add(rows: Rows, chunk: Chunk, row: int, keys: Keys, content: Any) -> None:
         return
     rows.texts.append(texts)
     rows.scores.append(scores)
+    if name is not None:
+        rows.ids.append(name)
 
 
 def _decode(content: bytes) -> str:
@@ -162,6 +175,12 @@ def _texts(value: Any, key: str) -> tuple[str, ...]:
     raise _Refusal(f"{key!r} is no text", f"got {type(value).__name__}")
 
 
+def _id(value: Any, key: str) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise _Refusal(f"id {key!r} is no text and no integer", f"got {type(value).__name__}")
+    return value
+
+
 def _score(value: Any, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _Refusal(f"score {key!r} is no number", f"got {type(value).__name__}")
@@ -178,7 +197,7 @@ def _parquet_rows(chunk: Chunk, keys: Keys) -> Iterator[dict[str, Any]]:
     file = open_parquet(chunk.path)
     names = set(file.schema_arrow.names)
     columns = []
-    for key in (keys.text, *keys.scores):
+    for key in keys.all:
         name = key if key in names else key.split(".")[0]
         if name not in names:
             raise CorpusError(

@@ -176,3 +176,18 @@ def test_a_subverb_is_needed(capsys):
     with pytest.raises(SystemExit) as stop:
         index()
     assert stop.value.code == 2
+
+
+def test_show_decodes_the_first_documents(tmp_path, capsys):
+    from tests.corpus_helpers import write_corpus
+
+    web = write_corpus(tmp_path / "web", [list(b"caf\xc3\xa9\n"), [*b"x" * 60]])
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    verb.run(parser.parse_args(["show", str(web), "--tokenizer-type", "bytes"]))
+    lines = capsys.readouterr().out.replace(str(tmp_path), "DIR").splitlines()
+    assert lines[-3:] == [
+        'DIR/web document 0: "café\\n"',
+        "",
+        f'DIR/web document 1: "{"x" * 40}" ...',
+    ]
