@@ -21,7 +21,9 @@ from megatron_d3 import __version__
 from megatron_d3.errors import D3Error
 
 VERBS: dict[str, str] = {
+    "demo": "megatron_d3.cli.demo",
     "plan": "megatron_d3.cli.plan",
+    "plot": "megatron_d3.cli.plot",
     "demo-corpus": "megatron_d3.cli.demo_corpus",
     "tokenize": "megatron_d3.cli.tokenize",
     "score": "megatron_d3.cli.score",
