@@ -28,11 +28,13 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
+from megatron_d3.corpus.scan import Scan, scan
 from megatron_d3.errors import CorpusError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -98,6 +100,12 @@ class Index:
         """Sum of all lengths; one pass over them, so keep the result."""
         return int(self.lengths.sum(dtype=np.int64))
 
+    @cached_property
+    def scan(self) -> Scan:
+        """Sums and checksum of all sequences; the first use is a pass over the file."""
+        return scan(self.lengths, self.pointers, itemsize=self.dtype.itemsize,
+                    bin_bytes=self.bin_bytes)
+
     def read_into(self, out: np.ndarray, offset: int) -> None:
         """Fill `out`, a contiguous array of `dtype`, from byte `offset` of the `.bin`.
 
@@ -128,7 +136,7 @@ def read_index(prefix: str | Path, *, check_bin: bool = True) -> Index:
     Args:
         prefix: path of both files without suffix.
         check_bin: also check every length, pointer and document index against the `.bin`;
-            one pass over the `.idx`, about 0.04 s for 10^7 documents.
+            one pass over the `.idx`, about 0.05 s for 10^7 documents.
 
     Raises:
         CorpusError: a file is missing, cut short, or not what the format says.
@@ -174,7 +182,8 @@ def read_index(prefix: str | Path, *, check_bin: bool = True) -> Index:
     )
     _check_ends(index, idx_path)
     if check_bin:
-        _check_sequences(index, idx_path, bin_path)
+        if not index.scan.is_sound:
+            _refuse_first_bad(index, idx_path, bin_path)
         _check_documents(index, idx_path)
     return index
 
@@ -251,8 +260,8 @@ def _check_ends(index: Index, path: Path) -> None:
         )
 
 
-def _check_sequences(index: Index, idx_path: Path, bin_path: Path) -> None:
-    """Check that every sequence lies inside the `.bin`."""
+def _refuse_first_bad(index: Index, idx_path: Path, bin_path: Path) -> NoReturn:
+    """Name the first sequence that does not lie inside the `.bin`."""
     itemsize = index.dtype.itemsize
     for start in range(0, index.num_sequences, _CHECK_BLOCK):
         lengths = index.lengths[start : start + _CHECK_BLOCK]
@@ -273,6 +282,7 @@ def _check_sequences(index: Index, idx_path: Path, bin_path: Path) -> None:
                 f"bytes at byte {pointers[first]:,}, but {bin_path.name} has "
                 f"{index.bin_bytes:,} bytes; it is cut short or belongs to another index"
             )
+    raise AssertionError("the scan found a bad sequence that is not there")
 
 
 def _check_documents(index: Index, path: Path) -> None:

@@ -14,10 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_d3.corpus.index import Index
+from megatron_d3.corpus.scan import BLOCK
 from megatron_d3.errors import CorpusError
-
-BLOCK = 1024
-"""Sequences between two kept token counts."""
 
 # Lengths summed at a time, so that their int64 copy stays in the L2 cache.
 _SUM_BLOCKS = 32
@@ -51,13 +49,13 @@ class SampleCutter:
         self.seq_length = seq_length
         self.dtype = indexes[0].dtype
         self.documents = _document_ranges(self.indexes, documents)
-        self._sequences = tuple(
+        self.sequences = tuple(
             (int(index.document_indices[start]), int(index.document_indices[stop]))
             for index, (start, stop) in zip(self.indexes, self.documents, strict=True)
         )
         sums = [
-            block_sums(index.lengths[start:stop])
-            for index, (start, stop) in zip(self.indexes, self._sequences, strict=True)
+            _sums_of(index, start, stop)
+            for index, (start, stop) in zip(self.indexes, self.sequences, strict=True)
         ]
         # First block of each index, and first token of each block; both end with the total.
         self._first_blocks = [0, *np.cumsum([len(part) for part in sums]).tolist()]
@@ -152,7 +150,7 @@ class SampleCutter:
     def _block(self, block: int) -> tuple[int, int, int]:
         """Return (number of the index, first sequence, one past the last) of a block."""
         number = bisect_right(self._first_blocks, block) - 1
-        first, last = self._sequences[number]
+        first, last = self.sequences[number]
         start = first + (block - self._first_blocks[number]) * BLOCK
         return number, start, min(start + BLOCK, last)
 
@@ -176,6 +174,18 @@ def block_sums(lengths: np.ndarray) -> np.ndarray:
         first = start // BLOCK
         sums[first : first + _SUM_BLOCKS] = np.add.reduceat(part, np.arange(0, len(part), BLOCK))
     return sums
+
+
+def _sums_of(index: Index, start: int, stop: int) -> np.ndarray:
+    """Sum the lengths of the sequences [start, stop) in blocks, from the index's own sums if it can.
+
+    A range from the first sequence on, as that of a training part, differs in its last block only.
+    """
+    if start > 0:
+        return block_sums(index.lengths[start:stop])
+    num_whole = stop // BLOCK
+    rest = block_sums(index.lengths[num_whole * BLOCK : stop])
+    return np.concatenate([index.scan.block_sums[:num_whole], rest])
 
 
 def _document_ranges(

@@ -12,7 +12,7 @@ import os
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_d3.errors import ConfigError
 from megatron_d3.plan.batch_schedule import BatchSchedule
@@ -43,7 +43,8 @@ def add_d3_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser
         help="YAML file of domains and mixture. Without it this is stock Megatron.")
     group.add_argument(
         "--d3-set", action="append", default=[], metavar="KEY=VALUE",
-        help="override one value of the YAML file, e.g. mix.type=natural; may be repeated")
+        help="override one value of the YAML file, e.g. round_steps=10 or 'mix={type: natural}'; "
+             "may be repeated")
     group.add_argument(
         "--d3-plan-dir", type=Path, metavar="DIR",
         help="where the plan is written (default: d3/ below --save)")
@@ -83,7 +84,7 @@ class RunArgs:
     overrides: tuple[str, ...]
     plan_dir: Path
     load_plan_dir: Path | None
-    resume: str
+    resume: Literal["strict", "fork"]
     plugins: tuple[str, ...]
     is_dry_run: bool
     seed: int

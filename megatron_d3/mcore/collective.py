@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 
 from megatron_d3.errors import D3Error, PlanError
 
-T = TypeVar("T")
-
-
 class EchoError(D3Error):
     """Raised on every other rank when rank 0 failed; rank 0 raises, and prints, the error itself."""
 
 
-def on_rank_0(function: Callable[[], T]) -> T:
+def on_rank_0[T](function: Callable[[], T]) -> T:
     """Run `function` on rank 0 and return its (picklable) result on every rank.
 
     Raises:

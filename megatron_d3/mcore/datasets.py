@@ -79,7 +79,7 @@ def pad_id(tokenizer: Any, *, is_ambiguous_allowed: bool) -> int:
     """
     try:
         pad = int(tokenizer.pad)
-    except Exception:  # tokenizers raise various errors where they have none
+    except Exception:  # noqa: BLE001  (tokenizers raise various errors where they have none)
         return _NO_PAD
     others = _special_ids(tokenizer)
     return pad if is_ambiguous_allowed or pad not in others else _NO_PAD

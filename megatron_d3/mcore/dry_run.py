@@ -32,8 +32,8 @@ def preview(
         lines.append(
             f"  {domain.name:20} {domain.info.num_samples:12,} {domain.info.num_tokens:15,} "
             f"{num_valid:10,} {weight:8.4f} {epochs:8.3f}  {domain.fingerprint[:12]}")
-    lines += ["", f"first segment: positions {segment.start}-{segment.stop - 1} of "
-              f"{header.total_samples:,}, round {segment.round}, step {segment.step}"]
+    lines.append(f"\nfirst segment: positions {segment.start}-{segment.stop - 1} of "
+                 f"{header.total_samples:,}, round {segment.round}, step {segment.step}")
     counts = np.bincount(segment.domains, minlength=len(domains))
     lines += [f"  {domain.name:20} {count:8,} samples"
               for domain, count in zip(domains, counts, strict=True)]

@@ -158,6 +158,7 @@ class PlannedRun:
     def before_step(self, iteration: int) -> bool:
         """Decide what the step and the DataLoader workers need; False if the plan ends here."""
         consumed = get_args().consumed_train_samples
+        self._note_skipped(iteration)
         if get_current_global_batch_size() != self._batch_size(consumed):
             raise PlanError(
                 f"step {iteration + 1}: Megatron trains a global batch of "
@@ -170,6 +171,16 @@ class PlannedRun:
             return False
         self.tally.start_step(get_num_microbatches())
         return True
+
+    def _note_skipped(self, iteration: int) -> None:
+        """Give the ledger a row for each iteration that Megatron passed over without a step."""
+        num_domains = len(self._domains)
+        while (state := self.plan.state).iteration < iteration:
+            self.plan.observe(StepSignals(
+                iteration=state.iteration + 1,
+                consumed=state.consumed + self._batch_size(state.consumed),
+                loss_sums=np.zeros(num_domains), num_tokens=np.zeros(num_domains, np.int64),
+                is_skipped=True))
 
     def _batch_size(self, consumed: int) -> int:
         return self._args.batch_schedule.size_at(consumed)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
 from megatron_d3.errors import ConfigError, D3Error
 from megatron_d3.mcore import cpu
+
+_RANK_0_SECONDS = 2.0
 
 
 def main(started_at: float | None = None) -> None:
@@ -19,7 +22,11 @@ def main(started_at: float | None = None) -> None:
     try:
         _main(started_at or time.time())
     except D3Error as error:
-        sys.exit(f"megatron_d3.pretrain: {type(error).__name__}: {error}")
+        rank = int(os.environ.get("RANK", "0"))
+        if rank > 0:
+            # Most likely rank 0 says the same, and the launcher ends this process meanwhile.
+            time.sleep(_RANK_0_SECONDS)
+        sys.exit(f"megatron_d3.pretrain: rank {rank}: {type(error).__name__}: {error}")
 
 
 def _main(started_at: float) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_d3.corpus import samples as samples_module
+from megatron_d3.corpus import scan as scan_module
 from megatron_d3.corpus.index import read_index
 from megatron_d3.corpus.samples import SampleCutter, block_sums
 from megatron_d3.errors import CorpusError
@@ -67,7 +68,8 @@ def test_equals_plain_concatenation(tmp_path_factory, corpora, seq_length, seque
         for i, docs in enumerate(corpora)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(samples_module, "BLOCK", block)
+        for module in (samples_module, scan_module):
+            patch.setattr(module, "BLOCK", block)
         cutter = SampleCutter([read_index(p) for p in prefixes], seq_length=seq_length)
         assert cut(cutter) == reference([doc for docs in corpora for doc in docs], seq_length)
         for sample in range(cutter.num_samples):

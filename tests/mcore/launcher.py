@@ -17,16 +17,8 @@ PRODUCT = "megatron_d3.mcore.pretrain:main"
 REFERENCE = "tests.mcore.reference:main"
 
 # A model small enough for a step of tens of milliseconds on one core.
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine "
-    "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0 --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 256"
-).split()
-LLAMA = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention "
-    "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights"
-).split()
+TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32", "--max-position-embeddings", "32", "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style", "cosine", "--attention-dropout", "0", "--hidden-dropout", "0", "--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "0", "--num-workers", "0", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
+LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--group-query-attention", "--num-query-groups", "2", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
 
 
 @dataclass(frozen=True)
@@ -98,9 +90,8 @@ class Launcher:
         return Run(folder, self._answer()["codes"])
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        with self._process:  # closes both pipes and waits
+            pass
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

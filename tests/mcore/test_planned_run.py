@@ -187,6 +187,10 @@ def test_skipped_iterations_pass_over_their_positions(
     assert [row["positions"][0] for row in run.steps()] == [0, 24, 32, 40]
     assert flat(run.samples()) == [
         s for i, s in enumerate(expected_samples(config, tmp_path / "d3")) if not 8 <= i < 24]
+    rows = ledger(tmp_path / "d3")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["skipped"] for row in rows] == [False, True, True, False, False, False]
+    assert [row["consumed"] for row in rows] == [8, 16, 24, 32, 40, 48]
 
 
 def test_stop_saves_a_checkpoint_where_a_domain_is_exhausted(

@@ -24,11 +24,7 @@ def blend(folder: Path) -> list[str]:
 
 
 # What the product sets by itself on a CPU.
-CPU = (
-    "--distributed-backend gloo --transformer-impl local --use-cpu-initialization "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
-    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm"
-).split()
+CPU = ["--distributed-backend", "gloo", "--transformer-impl", "local", "--use-cpu-initialization", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm"]
 BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "20"]
 
 

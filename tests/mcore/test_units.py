@@ -12,13 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron_d3.corpus import open_domain  # noqa: E402
-from megatron_d3.errors import ConfigError, PlanError  # noqa: E402
-from megatron_d3.mcore import collective, cpu  # noqa: E402
-from megatron_d3.mcore.args import add_d3_arguments  # noqa: E402
-from megatron_d3.mcore.position_ring import PositionRing  # noqa: E402
-from megatron_d3.mcore.tally import DomainTally  # noqa: E402
-from tests.corpus_helpers import documents, write_corpus  # noqa: E402
+from megatron_d3.corpus import open_domain
+from megatron_d3.errors import ConfigError, PlanError
+from megatron_d3.mcore import collective, cpu
+from megatron_d3.mcore.args import add_d3_arguments
+from megatron_d3.mcore.position_ring import PositionRing
+from megatron_d3.mcore.tally import DomainTally
+from tests.corpus_helpers import documents, write_corpus
 
 pytestmark = pytest.mark.mcore
 

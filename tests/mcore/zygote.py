@@ -26,14 +26,14 @@ def main() -> None:
     from megatron_d3.mcore import cpu
 
     cpu.enable()
-    import megatron.training.training  # noqa: F401
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    for module in ("megatron.training.training", "megatron_d3.mcore.planned_setup"):
+        importlib.import_module(module)  # the ranks find them imported
 
     # Each saving rank starts a multiprocessing manager; spawned, it would import all of this again.
     filesystem_async.get_write_results_queue.__defaults__ = ("fork",)
 
-    import megatron_d3.mcore.forward_step
-    import megatron_d3.mcore.pretrain
 
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
@@ -106,7 +106,7 @@ def _child(rank: int, command: dict[str, Any], folder: Path) -> None:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
         code = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (whatever it is belongs into the rank's log)
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,0 +1,32 @@
+"""Print a table as Markdown, after a line that says where it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+
+def print_machine() -> None:
+    """Print processor count, Python and the versions that matter."""
+    found = []
+    for package in ("numpy", "torch", "megatron-core"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} CPUs ({platform.machine()}), load {load:.1f}, Python "
+          f"{platform.python_version()}, {', '.join(found)}\n", flush=True)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print rows under a header, columns aligned."""
+    cells = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for i, row in enumerate(cells):
+        print("| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |")
+        if i == 0:
+            print("|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    print(flush=True)
