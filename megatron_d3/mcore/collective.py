@@ -8,6 +8,7 @@ import torch
 
 from megatron_d3.errors import D3Error, PlanError
 
+
 class EchoError(D3Error):
     """Raised on every other rank when rank 0 failed; rank 0 raises, and prints, the error itself."""
 
