@@ -16,7 +16,7 @@ import numpy as np
 from megatron_d3.errors import PlanError
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.reader import ROUNDS, PlanReader
-from megatron_d3.plan.rows import LossRow, RoundRow, last_line, parsed
+from megatron_d3.plan.rows import RoundRow, last_line, parsed
 from megatron_d3.plan.summary import count_domains, iter_rounds
 
 NUM_WINDOWS = 40
@@ -46,10 +46,11 @@ class RunCurves:
         name: how the run is called in tables and plots.
         domains: (K,) names, in the order in which they came up.
         num_steps: trained steps.
-        num_tokens: tokens whose loss counted, over all trained steps.
+        num_tokens: tokens with a finite loss, over all trained steps.
         weights: target weights, at the finest resolution.
         shares: realised shares of the decided positions.
-        train: training loss in nats per token, each window's tokens weighted alike.
+        train: training loss in nats per token, each window's tokens weighted alike; losses that
+            were not finite are left out.
         eval_steps: (E,) int64, steps trained before each evaluation.
         held_out: (E, K) float64, held-out loss in nats per token, NaN where none was measured.
     """
@@ -168,7 +169,10 @@ def _read_ledger(
     for row, _, _ in reader.ledger():
         iteration = row.iteration
         bin_number = min((iteration - 1) // width, num_bins - 1)
-        _add(row, domains, sums[bin_number], tokens[bin_number])
+        for name, (total, num_tokens) in row.losses.items():
+            if total is not None:
+                sums[bin_number, domains.index(name)] += total
+                tokens[bin_number, domains.index(name)] += num_tokens
     return sums, tokens, iteration
 
 
@@ -177,17 +181,9 @@ def _read_evals(reader: PlanReader, domains: Sequence[str]) -> tuple[np.ndarray,
     rows = {row.iteration: row for row, _, _ in reader.evals() if row.split == "valid"}
     losses = np.full((len(rows), len(domains)), np.nan)
     for values, row in zip(losses, rows.values(), strict=True):
-        sums, tokens = np.zeros(len(domains)), np.zeros(len(domains))
-        _add(row, domains, sums, tokens)
-        values[:] = _ratio(sums, tokens)
+        for name, (total, num_tokens) in row.losses.items():
+            values[domains.index(name)] = np.nan if total is None else total / num_tokens
     return np.array(list(rows), np.int64), losses
-
-
-def _add(row: LossRow, domains: Sequence[str], sums: np.ndarray, tokens: np.ndarray) -> None:
-    for name, (total, num_tokens) in row.losses.items():
-        column = domains.index(name)
-        sums[column] += np.nan if total is None else total
-        tokens[column] += num_tokens
 
 
 def _coarser(values: np.ndarray, factor: int) -> np.ndarray:
