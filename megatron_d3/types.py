@@ -32,6 +32,8 @@ class StepSignals:
         loss_sums: (K,) float64, sum of token losses per domain, nats; 0 where `num_tokens` is 0.
         num_tokens: (K,) int64, unmasked tokens per domain.
         is_skipped: the optimizer skipped the step (overflow); its losses may be NaN or infinite.
+        excess_sums: (K,) float64, sum of max(loss - reference loss, 0) per token, nats; None where
+            the run has no reference model.
     """
 
     iteration: int
@@ -39,6 +41,7 @@ class StepSignals:
     loss_sums: np.ndarray
     num_tokens: np.ndarray
     is_skipped: bool = False
+    excess_sums: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -236,9 +236,15 @@ def canonical(signals: StepSignals) -> StepSignals:
 
     A sum that is not finite becomes NaN; a domain without tokens has the sum 0.
     """
-    sums = np.where(np.isfinite(signals.loss_sums), signals.loss_sums, np.nan)
     num_tokens = np.asarray(signals.num_tokens, np.int64)
-    return replace(signals, loss_sums=np.where(num_tokens > 0, sums, 0.0), num_tokens=num_tokens)
+
+    def storable(sums: np.ndarray) -> np.ndarray:
+        return np.where(num_tokens > 0, np.where(np.isfinite(sums), sums, np.nan), 0.0)
+
+    excess = signals.excess_sums
+    return replace(
+        signals, loss_sums=storable(signals.loss_sums), num_tokens=num_tokens,
+        excess_sums=None if excess is None else storable(excess))
 
 
 def _counts(domains: np.ndarray, num_domains: int) -> np.ndarray:

@@ -7,6 +7,8 @@ finite is `null`. A line without its newline is torn: the process died while wri
     ledger.jsonl  {"iteration":1,"consumed":4,"loss":{"web":[41.5,12]},"skipped":false,"hash":"..."}
     evals.jsonl   {"iteration":1,"split":"valid","loss":{"web":[41.5,12]},"hash":"..."}
 
+With a reference model a row of the ledger also has `"excess":{"web":3.25}`.
+
 The hash of a round is its segment's (`segment.chain_hash`); that of the other rows covers the text
 of the row and the hash of the row before, so that a changed, missing or moved row shows.
 """
@@ -89,6 +91,8 @@ class LossRow:
             finite is None.
         is_skipped: the optimizer skipped the step.
         split: `valid` or `test` in `evals.jsonl`, None in the ledger.
+        excess: sum over tokens of max(loss - reference loss, 0) by name, as `losses`; None where the
+            run has no reference model.
     """
 
     iteration: int
@@ -96,12 +100,17 @@ class LossRow:
     losses: Mapping[str, tuple[float | None, int]]
     is_skipped: bool
     split: str | None
+    excess: Mapping[str, float | None] | None = None
 
     @classmethod
     def of_step(cls, signals: StepSignals, names: Sequence[str]) -> LossRow:
         """Return the ledger row of a training step."""
         losses = _losses(signals.loss_sums, signals.num_tokens, names)
-        return cls(signals.iteration, signals.consumed, losses, signals.is_skipped, None)
+        excess = None
+        if signals.excess_sums is not None:
+            sums = _losses(signals.excess_sums, signals.num_tokens, names)
+            excess = {name: total for name, (total, _) in sums.items()}
+        return cls(signals.iteration, signals.consumed, losses, signals.is_skipped, None, excess)
 
     @classmethod
     def of_eval(
@@ -116,6 +125,8 @@ class LossRow:
         row: dict[str, Any] = {"iteration": self.iteration}
         if self.split is None:
             row |= {"consumed": self.consumed, "loss": self.losses, "skipped": self.is_skipped}
+            if self.excess is not None:
+                row["excess"] = self.excess
         else:
             row |= {"split": self.split, "loss": self.losses}
         return _encode(row)
@@ -126,7 +137,7 @@ class LossRow:
         row = json.loads(line)
         losses = {name: (total, tokens) for name, (total, tokens) in row["loss"].items()}
         return cls(row["iteration"], row.get("consumed"), losses, row.get("skipped", False),
-                   row.get("split"))
+                   row.get("split"), row.get("excess"))
 
     def to_signals(self, names: Sequence[str]) -> StepSignals:
         """Return what the decider observes, in the order of `names`.
@@ -139,8 +150,14 @@ class LossRow:
         for name, (total, tokens) in self.losses.items():
             loss_sums[index[name]] = np.nan if total is None else total
             num_tokens[index[name]] = tokens
-        return StepSignals(iteration=self.iteration, consumed=self.consumed or 0,
-                           loss_sums=loss_sums, num_tokens=num_tokens, is_skipped=self.is_skipped)
+        excess_sums = None
+        if self.excess is not None:
+            excess_sums = np.zeros(len(names))
+            for name, sum_ in self.excess.items():
+                excess_sums[index[name]] = np.nan if sum_ is None else sum_
+        return StepSignals(
+            iteration=self.iteration, consumed=self.consumed or 0, loss_sums=loss_sums,
+            num_tokens=num_tokens, is_skipped=self.is_skipped, excess_sums=excess_sums)
 
 
 def _losses(
