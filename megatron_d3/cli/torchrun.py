@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def cpu_environment(num_processes: int) -> dict[str, str]:
 def train(
     arguments: Sequence[str], *, log: Path, num_processes: int,
     environment: Mapping[str, str] | None = None, poll: Callable[[], None] = lambda: None,
+    module: str = "megatron_d3.pretrain",
 ) -> None:
     """Run `megatron_d3.pretrain ARGUMENTS` through torchrun and wait for it.
 
@@ -63,13 +65,14 @@ def train(
         num_processes: on this machine.
         environment: of the processes; default that of :func:`cpu_environment`.
         poll: called about twice a second while it runs.
+        module: what each process runs.
 
     Raises:
         D3Error: it failed; the message holds its last lines and names the log.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP reached this process.
     """
     flags = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes),
-             "-m", "megatron_d3.pretrain", *arguments]
+             "-m", module, *arguments]
     with open(log, "ab") as output:
         start = output.tell()
         output.write(f"$ torchrun {shlex.join(flags)}\n".encode())
@@ -144,13 +147,25 @@ class _Family:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._agent.wait(_STOP_SECONDS)
             self.look()
-        for member in self._members.values():
+        for member in filter(_is_alive, self._members.values()):
             with contextlib.suppress(psutil.Error):
-                if member.is_running():
-                    member.kill()
+                member.kill()
         if self._agent.poll() is None:
             self._agent.kill()
         self._agent.wait()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while any(map(_is_alive, self._members.values())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _is_alive(process: Any) -> bool:
+    """Whether a psutil.Process runs; a zombie, which its new parent has yet to reap, does not."""
+    import psutil
+
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 @contextlib.contextmanager
