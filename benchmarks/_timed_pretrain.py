@@ -25,7 +25,7 @@ def main() -> None:
     from megatron_d3.mcore import pretrain, step_hook
 
     done_at: list[float] = []
-    in_hooks: list[float] = []
+    in_hooks: list[tuple[float, float]] = []  # wall and processor seconds
     stock_install = step_hook.install
 
     def install(hook: Any) -> None:
@@ -48,12 +48,12 @@ def main() -> None:
         path.write_text(json.dumps({"done_at": done_at, "in_hooks": in_hooks}))
 
 
-def _timed(function: Any, times: list[float]) -> Any:
+def _timed(function: Any, times: list[tuple[float, float]]) -> Any:
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        wall, processor = time.perf_counter(), time.thread_time()
         result = function(*args, **kwargs)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - wall, time.thread_time() - processor))
         return result
 
     return timed

@@ -36,15 +36,14 @@ def main() -> None:
     print_machine()
     with tempfile.TemporaryDirectory() as folder:
         times = {"BlendedDataset": [], "planned": []}
-        in_hooks: list[float] = []
+        in_hooks: list[np.ndarray] = []  # (wall, processor) seconds a step
         sides = prepare(Path(folder))
         for turn in range(options.turns):
             for name, data in sides.items():
                 result = run(Path(folder) / f"{name}{turn}", data, options)
                 times[name] += np.diff(result["done_at"])[5:].tolist()  # after warming up
-                hooks = np.array(result["in_hooks"])
-                if len(hooks):
-                    in_hooks += (hooks[0::2] + hooks[1::2])[5:].tolist()
+                hooks = np.array(result["in_hooks"])  # before and after each step
+                in_hooks += list((hooks[0::2] + hooks[1::2])[5:])
     report(times, in_hooks)
 
 
@@ -90,16 +89,17 @@ def run(folder: Path, data: list[str], options: argparse.Namespace) -> dict[str,
     return result
 
 
-def report(times: dict[str, list[float]], in_hooks: list[float]) -> None:
+def report(times: dict[str, list[float]], in_hooks: list[np.ndarray]) -> None:
     stock, planned = (np.array(times[name]) * 1e3 for name in ("BlendedDataset", "planned"))
     rows = [
         (name, len(ms), f"{np.median(ms):.2f}", f"{np.quantile(ms, 0.1):.2f}",
          f"{np.quantile(ms, 0.9):.2f}")
         for name, ms in (("BlendedDataset", stock), ("planned", planned))]
     print_table(("dataset", "steps", "median ms", "10 %", "90 %"), rows)
-    hooks = np.median(in_hooks) * 1e3
+    wall, processor = np.median(in_hooks, axis=0) * 1e3
     print(f"median ratio planned / BlendedDataset: {np.median(planned) / np.median(stock):.4f}")
-    print(f"hooks: {hooks:.3f} ms a step, {hooks / np.median(planned):.2%} of it")
+    print(f"hooks: {processor:.3f} ms of processor time a step, {processor / np.median(planned):.2%}"
+          f" of it; {wall:.3f} ms by the clock, in which ranks wait for the slowest")
 
 
 if __name__ == "__main__":
