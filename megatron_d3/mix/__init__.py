@@ -9,6 +9,9 @@
     Temperature   in proportion to tokens ** (1 / T)
     UniMax        uniform, but none repeated more than max_epochs
     Schedule      weights at given steps, constant, linear or cosine between them
+    ODM           a bandit rewarded by the loss                                       (online)
+    ADO           in proportion to the slope of each domain's scaling law             (online)
+    ReferenceLoss more of what is above the loss of a former run                      (online)
     EpochCap      max_epochs around any of them
 
 A mixer is a class with `VERSION`, a frozen dataclass `Config`, `is_online`, and the three functions
@@ -18,8 +21,11 @@ above over named arrays; nothing to inherit. `MIXERS` holds them by the word a u
 
 from __future__ import annotations
 
+from megatron_d3.mix.ado import ADO
 from megatron_d3.mix.caps import EpochCap, project, rehearse
 from megatron_d3.mix.natural import Natural
+from megatron_d3.mix.odm import ODM
+from megatron_d3.mix.reference_loss import ReferenceLoss
 from megatron_d3.mix.schedule import Schedule
 from megatron_d3.mix.static import Static
 from megatron_d3.mix.temperature import Temperature
@@ -31,12 +37,18 @@ MIXERS: dict[str, type] = {
     "temperature": Temperature,
     "unimax": UniMax,
     "schedule": Schedule,
+    "odm": ODM,
+    "ado": ADO,
+    "reference_loss": ReferenceLoss,
 }
 
 __all__ = [
+    "ADO",
     "MIXERS",
+    "ODM",
     "EpochCap",
     "Natural",
+    "ReferenceLoss",
     "Schedule",
     "Static",
     "Temperature",

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megatron_d3.errors import ConfigError
 from megatron_d3.mix.stateless import Stateless
-from megatron_d3.mix.weights import weights_by_name
+from megatron_d3.mix.weights import numbers_by_name, weights_by_name
 from megatron_d3.types import DomainInfo, MixContext
 
 WHERE = "d3.mix.weights"
@@ -41,35 +39,18 @@ class Static(Stateless):
             A plan then records what decided it, and a later change of the file is a change of
             settings. Raises ConfigError for a file that holds no weights.
             """
-            is_path = isinstance(self.weights, Path)
-            return Static.Config(_read(self.weights)) if is_path else self  # type: ignore[arg-type]
+            if self.weights is None:
+                return self
+            return Static.Config(numbers_by_name(self.weights, "weights", WHERE))
 
     def __init__(self, config: Config, domains: Sequence[DomainInfo], *, total_samples: int):
         """Raises ConfigError for weights that are no weights, or a file that has none."""
-        named = config.resolved().weights
-        if named is None:
+        if config.weights is None:
             self._weights = np.full(len(domains), 1.0 / len(domains))
         else:
-            self._weights = weights_by_name(named, domains, WHERE)  # type: ignore[arg-type]
+            named = numbers_by_name(config.weights, "weights", WHERE)
+            self._weights = weights_by_name(named, domains, WHERE)
 
     def weights(self, state: dict[str, np.ndarray], context: MixContext) -> np.ndarray:
         """Return (K,) float64, the same at every step."""
         return self._weights.copy()
-
-
-def _read(path: Path) -> dict[str, float]:
-    """Return the weights of a `{"weights": {name: number}}` file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{WHERE}: cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{WHERE}: {path} is not JSON: {error}") from error
-    named = content.get("weights") if isinstance(content, Mapping) else None
-    is_named = isinstance(named, Mapping) and all(
-        isinstance(weight, int | float) and not isinstance(weight, bool)
-        for weight in named.values()
-    )
-    if not is_named:
-        raise ConfigError(f'{WHERE}: {path} holds no {{"weights": {{name: number}}}}')
-    return dict(named)  # type: ignore[arg-type]

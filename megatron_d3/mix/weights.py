@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,3 +57,37 @@ def proportional(sizes: np.ndarray, where: str) -> np.ndarray:
         raise ConfigError(f"{where}: all weights are 0, expected at least one above 0")
     shares = sizes / largest  # first, so that the sum of huge numbers stays finite
     return np.asarray(shares / shares.sum())
+
+
+def numbers_by_name(
+    source: Mapping[str, float] | Path, key: str, where: str
+) -> dict[str, float]:
+    """Return a mapping of names to numbers, or the one that a JSON file holds under `key`.
+
+    Args:
+        source: the mapping, or the file's path.
+        key: its key in the file. A list of one mapping, as `megatron-d3 plot table --json` prints
+            it, stands for that mapping.
+        where: dotted place of the setting, the start of every error message.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no such mapping.
+    """
+    if not isinstance(source, Path):
+        return dict(source)
+    try:
+        content: Any = json.loads(source.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {source}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {source} is not JSON: {error}") from error
+    if isinstance(content, list) and len(content) == 1:
+        content = content[0]
+    named = content.get(key) if isinstance(content, Mapping) else None
+    is_named = isinstance(named, Mapping) and all(
+        isinstance(number, int | float) and not isinstance(number, bool)
+        for number in named.values()
+    )
+    if not is_named:
+        raise ConfigError(f'{where}: {source} holds no {{"{key}": {{name: number}}}}')
+    return dict(named)  # type: ignore[arg-type]

@@ -49,10 +49,10 @@ EXAMPLES = {
 # ---------------------------------------------------------------- what all have in common
 
 
-@pytest.mark.parametrize("name", MIXERS)
-def test_every_mixer_gives_a_simplex_and_changes_nothing_it_was_given(name):
+@pytest.mark.parametrize("name", [name for name, mixer in MIXERS.items() if not mixer.is_online])
+def test_every_offline_mixer_gives_a_simplex_and_changes_nothing_it_was_given(name):
     mixer = MIXERS[name](EXAMPLES[name], THREE, total_samples=1000)
-    assert mixer.VERSION >= 1 and mixer.is_online is False
+    assert mixer.VERSION >= 1
     state = mixer.init()
     signals = StepSignals(1, 8, np.ones(3), np.ones(3, np.int64))
     assert mixer.update(state, signals) == state
