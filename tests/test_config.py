@@ -181,8 +181,9 @@ def test_overrides_replace_values(write):
         (
             SHORT + "mix: {type: natural, weights: {}}",
             (
-                r"^d3.mix.weights: unknown key for type natural, it belongs to static; leave it "
-                r"out, or set the whole entry, e.g. --d3-set 'mix={type: natural}'$"
+                r"^d3.mix.weights: unknown key for type natural, it belongs to static, odm, ado,"
+                r" reference_loss; leave it out, or set the whole entry, e.g. --d3-set"
+                r" 'mix={type: natural}'$"
             ),
         ),
         (
