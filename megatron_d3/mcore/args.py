@@ -109,16 +109,15 @@ class RunArgs:
 
 
 def read_run_args(args: argparse.Namespace, batch_schedule: BatchSchedule) -> RunArgs:
-    """Check Megatron's arguments for a planned run and read what it needs of them.
+    """Read what a planned run needs of Megatron's arguments.
 
     Args:
         args: Megatron's validated arguments.
         batch_schedule: the global batch sizes, from Megatron's own calculator.
 
     Raises:
-        ConfigError: an option changes what a sample is, or contradicts the plan.
+        ConfigError: the plan has no place.
     """
-    _refuse(args)
     if args.d3_plan_dir is None and args.save is None:
         raise ConfigError(
             "--d3-config: the plan needs a place; give --save DIR (plan in DIR/d3) or --d3-plan-dir")
@@ -206,7 +205,12 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
 )
 
 
-def _refuse(args: argparse.Namespace) -> None:
+def refuse(args: argparse.Namespace) -> None:
+    """Refuse what cannot go with a plan; `args` as parsed, not yet validated.
+
+    Raises:
+        ConfigError: an option changes what a sample is, or contradicts the plan.
+    """
     if args.dataloader_type not in (None, "single"):
         raise ConfigError(
             f"--dataloader-type {args.dataloader_type}: not possible with --d3-config: the plan is "

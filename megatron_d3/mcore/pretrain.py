@@ -37,7 +37,7 @@ def _main(started_at: float) -> None:
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_d3.mcore import args as d3_args
     from megatron_d3.mcore import compat, step_hook, stock_data
@@ -55,10 +55,14 @@ def _main(started_at: float) -> None:
         return d3_args.add_d3_arguments(parser)
 
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+    # Before Megatron's own assertions, so that what we refuse is refused by name.
+    asked = parse_args(add_arguments)
+    if asked.d3_config is not None:
+        d3_args.refuse(asked)
+    if is_cpu:
+        d3_args.check_cpu_args(asked)
     args = parse_and_validate_args(
         extra_args_provider=add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    if is_cpu:
-        d3_args.check_cpu_args(args)
 
     setup = None
     if args.d3_config is not None:
