@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -178,13 +179,20 @@ def tokenizer_name(args: argparse.Namespace) -> str:
 
 
 # (attribute, value that is fine, flag, why it is refused)
-_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+_Refusal = tuple[str, Any, str, str]
+# Megatron's own scripts do these; an entry point that ignored them would train something else.
+_OTHER_SCRIPTS: tuple[_Refusal, ...] = (
     ("sft", False, "--sft", "packing for fine-tuning changes what a sample is"),
     ("perform_rl_step", False, "--perform-rl-step", "RL makes its own samples"),
     ("fim_data", False, "--fim-data", "fill-in-the-middle changes what a sample is"),
-    ("mock_data", False, "--mock-data", "mock data has no domains"),
     ("hybrid_context_parallel", False, "--hybrid-context-parallel",
      "it packs samples of other lengths"),
+    ("mtp_num_layers", None, "--mtp-num-layers", "multi-token prediction has a loss of its own"),
+    ("logits_load_dir", None, "--logits-load-dir", "distillation has a loss of its own"),
+    ("modelopt_enabled", False, "--modelopt-enabled", "quantisation builds another model"),
+)
+_NO_PLAN: tuple[_Refusal, ...] = (
+    ("mock_data", False, "--mock-data", "mock data has no domains"),
     ("dataloader_inter_document_masking", False, "--dataloader-inter-document-masking",
      "packed attention per document is not planned yet; use --reset-attention-mask"),
     ("phase_transition_iterations", None, "--phase-transition-iterations",
@@ -206,19 +214,28 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Refuse what cannot go with a plan; `args` as parsed, not yet validated.
+    """Refuse by name what this entry point, or a plan, cannot do; `args` not yet validated.
 
     Raises:
-        ConfigError: an option changes what a sample is, or contradicts the plan.
+        ConfigError: an option changes what a sample or the loss is, or contradicts the plan.
     """
+    for flag, why in _asked(args, _OTHER_SCRIPTS):
+        raise ConfigError(f"{flag}: not possible with megatron_d3.pretrain: {why}")
+    if args.d3_config is None:
+        return
     if args.dataloader_type not in (None, "single"):
         raise ConfigError(
             f"--dataloader-type {args.dataloader_type}: not possible with --d3-config: the plan is "
             "the order; leave it out or use single")
-    for attribute, fine, flag, why in _REFUSED:
+    for flag, why in _asked(args, _NO_PLAN):
+        raise ConfigError(f"{flag}: not possible with --d3-config: {why}")
+
+
+def _asked(args: argparse.Namespace, refused: tuple[_Refusal, ...]) -> Iterator[tuple[str, str]]:
+    for attribute, fine, flag, why in refused:
         value = getattr(args, attribute, fine)  # some flags exist in some Megatron versions only
         if value != fine and value:
-            raise ConfigError(f"{flag}: not possible with --d3-config: {why}")
+            yield flag, why
 
 
 def check_cpu_args(args: argparse.Namespace) -> None:

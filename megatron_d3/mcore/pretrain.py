@@ -57,8 +57,7 @@ def _main(started_at: float) -> None:
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     # Before Megatron's own assertions, so that what we refuse is refused by name.
     asked = parse_args(add_arguments)
-    if asked.d3_config is not None:
-        d3_args.refuse(asked)
+    d3_args.refuse(asked)
     if is_cpu:
         d3_args.check_cpu_args(asked)
     args = parse_and_validate_args(
