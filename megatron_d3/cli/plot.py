@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument("--window", type=_positive, metavar="STEPS",
                           help="steps that losses and shares are averaged over (default: a fortieth "
                                "of the run)")
-    table.add_argument("--json", action="store_true", help="print JSON")
+    table.add_argument("--json", action="store_true", help="print JSON, a line a run")
     for verb in (weights, losses, table):
         verb.add_argument("runs", type=Path, nargs="+", metavar="RUN",
                           help="a run's --save directory, or its plan directory")
@@ -67,16 +67,15 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _json(curves: Sequence[RunCurves]) -> str:
+    """Return an object a run, a line each: that of one run is a JSON file of its own."""
     found = last_held_out(curves)
-    return json.dumps([
-        {
+    rows = zip(found.runs, found.steps, found.means, found.losses.T, found.shares.T, strict=True)
+    return "\n".join(
+        json.dumps({
             "run": name, "step": step, "mean": float(mean),
             "loss": dict(zip(found.domains, losses.tolist(), strict=True)),
             "share": dict(zip(found.domains, shares.tolist(), strict=True)),
-        }
-        for name, step, mean, losses, shares in zip(
-            found.runs, found.steps, found.means, found.losses.T, found.shares.T, strict=True)
-    ], indent=2)  # fmt: skip
+        }) for name, step, mean, losses, shares in rows)  # fmt: skip
 
 
 def _positive(text: str) -> int:

@@ -41,7 +41,7 @@ def test_table(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table_as_json(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", "table", "--json", *runs]) == 0
-    even, skewed = json.loads(capsys.readouterr().out)
+    even, skewed = map(json.loads, capsys.readouterr().out.splitlines())
     assert (even["run"], even["step"], skewed["run"]) == ("even", 10, "skewed")
     assert skewed["share"] == {"a": 0.25, "b": 0.25, "c": 0.5}
     assert even["mean"] == pytest.approx(sum(even["loss"].values()) / 3, rel=1e-15)
