@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -27,7 +29,9 @@ _NUM_SHOWN = 15  # lines of a failed run's log
 
 # torchrun's own words begin with one of these; what the processes said stands before.
 _AGENT_MARKS = ("torch/distributed/elastic", "torch.distributed.elastic", "torch.multiprocessing")
-_REFUSAL = "megatron_d3.pretrain: "
+# How the entry point says why it refuses; the message may go on for some lines.
+_REFUSAL = re.compile(r"megatron_d3\.pretrain: (rank \d+: )?")
+_NUM_REFUSAL_LINES = 8
 
 
 def require_training_packages() -> None:
@@ -106,15 +110,16 @@ def failure(log: Path, start: int, code: int) -> str:
     with open(log, "rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    refusals = [line for line in lines if line.startswith(_REFUSAL)]
-    if refusals:
-        return f"{refusals[0].removeprefix(_REFUSAL)}\n(the whole log: {log})"
-    said = []
-    for line in lines:
-        if any(mark in line for mark in _AGENT_MARKS):
-            break
-        said.append(line)
-    shown = "\n".join(f"  {line}" for line in said[-_NUM_SHOWN:])
+    own = list(itertools.takewhile(lambda line: not any(m in line for m in _AGENT_MARKS), lines))
+    at = next((i for i, line in enumerate(lines) if _REFUSAL.match(line)), None)
+    if at is not None:
+        message = [_REFUSAL.sub("", lines[at], count=1)]
+        for line in lines[at + 1:at + _NUM_REFUSAL_LINES]:
+            if _REFUSAL.match(line) or any(mark in line for mark in _AGENT_MARKS):
+                break
+            message.append(line)
+        return "\n".join([*message, f"(the whole log: {log})"])
+    shown = "\n".join(f"  {line}" for line in own[-_NUM_SHOWN:])
     return f"training ended with exit code {code}; its last lines:\n{shown}\n(the whole log: {log})"
 
 

@@ -15,8 +15,9 @@ from megatron_d3.errors import ConfigError, D3Error
 
 REFUSED = """\
 > building GPT model ...
-megatron_d3.pretrain: ConfigError: d3.mix.alpha: got 1.5, expected a number in [0, 1)
-megatron_d3.pretrain: EchoError: d3.mix.alpha: got 1.5, expected a number in [0, 1)
+megatron_d3.pretrain: rank 0: ResumeError: plan d3: made with seed 1, now 2; keep the old one
+plan d3: made with mix.type static, now natural; keep the old value
+megatron_d3.pretrain: rank 1: EchoError: plan d3: made with seed 1, now 2; keep the old one
 E1129 16:00:00.000000 17 torch/distributed/elastic/multiprocessing/api.py:1028] failed (exitcode: 1)
 """
 CRASHED = "".join(f"line {i}\n" for i in range(40)) + """\
@@ -31,7 +32,8 @@ def test_a_refusal_is_told_once_and_without_torchruns_words(tmp_path: Path) -> N
     log = tmp_path / "run.log"
     log.write_text(REFUSED)
     assert torchrun.failure(log, 0, 1) == (
-        "ConfigError: d3.mix.alpha: got 1.5, expected a number in [0, 1)\n"
+        "ResumeError: plan d3: made with seed 1, now 2; keep the old one\n"
+        "plan d3: made with mix.type static, now natural; keep the old value\n"
         f"(the whole log: {log})")
 
 
@@ -75,7 +77,7 @@ child = subprocess.Popen(["sleep", "300"], start_new_session=True)
 (folder / f"{os.environ['RANK']}.tmp").rename(folder / f"{os.environ['RANK']}.pids")
 if what == "fail":
     time.sleep(2)
-    sys.exit("megatron_d3.pretrain: CorpusError: no such corpus")
+    sys.exit("megatron_d3.pretrain: rank 0: CorpusError: no such corpus")
 time.sleep(300)
 """
 
