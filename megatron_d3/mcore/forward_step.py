@@ -1,8 +1,9 @@
-"""Megatron's GPT forward step, with a tally of losses per domain.
+"""Megatron's GPT forward step, with a tally of losses per domain, and DoReMi's loss where asked.
 
 Megatron's wheel leaves `get_batch`, the loss function and `forward_step` to the entry point; these
 are ours, made of its public parts. The loss and its report are stock Megatron's to the last digit.
-The tally reads the token losses beside it and changes nothing.
+The tally reads the token losses beside it and changes nothing. Only a DoReMi proxy
+(`mix.type: doremi`) trains on another loss; what is reported as `lm loss` stays the stock one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
+from megatron_d3.mcore.proxy import ProxyStep
 from megatron_d3.mcore.tally import DomainTally
 
 # The fields of a batch, as Megatron's helpers name them.
@@ -45,10 +47,14 @@ class ForwardStep:
 
     Args:
         tally: collects loss sums and token counts per domain, or None for stock Megatron.
+        proxy: weighs the loss of training by domain; needs the tally.
     """
 
-    def __init__(self, tally: DomainTally | None = None) -> None:
+    def __init__(
+        self, tally: DomainTally | None = None, proxy: ProxyStep | None = None
+    ) -> None:
         self._tally = tally
+        self._proxy = proxy
         self._straggler_timer = StragglerDetector()
 
     def __call__(
@@ -64,12 +70,12 @@ class ForwardStep:
         timers("batch-generator", log_level=2).start()
         with self._straggler_timer(bdata=True):
             vp_stage = get_attr_wrapped_model(model, "vp_stage")
-            batch, origin = _get_batch(data_iterator, vp_stage)
+            batch, origin = get_batch(data_iterator, vp_stage)
         timers("batch-generator").stop()
 
         loss_function = partial(
             _loss, batch["loss_mask"], tally=self._tally, origin=origin,
-            is_training=model.training)
+            is_training=model.training, proxy=self._proxy)
         with self._straggler_timer:
             if return_schedule_plan:
                 schedule_plan = model.build_schedule_plan(
@@ -83,7 +89,7 @@ class ForwardStep:
         return output, loss_function
 
 
-def _get_batch(
+def get_batch(
     data_iterator: Iterator[Batch], vp_stage: int | None
 ) -> tuple[Batch, torch.Tensor | None]:
     """Read a micro-batch on tensor-parallel rank 0 and share it as Megatron does.
@@ -159,6 +165,7 @@ def _loss(
     tally: DomainTally | None,
     origin: torch.Tensor | None,
     is_training: bool,
+    proxy: ProxyStep | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of token losses, number of tokens, and the report that Megatron logs."""
     losses = token_losses.view(-1).float()
@@ -167,8 +174,15 @@ def _loss(
     num_tokens = mask.sum().clone().detach().to(torch.int)
     report = {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])}
     _validate(loss)
+    reference = None
+    if proxy is not None and is_training:
+        loss, report["doremi loss"], reference = proxy.weigh(
+            token_losses.float(), loss_mask.float(), num_tokens)
     if tally is not None and origin is not None:
-        tally.add(token_losses.detach(), loss_mask, origin, is_training=is_training)
+        tally.add(token_losses.detach(), loss_mask, origin, is_training=is_training,
+                  reference=reference)
+        if proxy is not None and is_training:
+            tally.distrust_positions(proxy.is_elsewhere(origin))
     return loss, num_tokens, report
 
 

@@ -6,7 +6,7 @@ Megatron's own writers are used; both live on the last rank, and so do our lines
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from megatron.training import print_rank_last
@@ -36,7 +36,7 @@ class DomainMetrics:
 
     def trained(
         self, iteration: int, *, loss_sums: np.ndarray, num_tokens: np.ndarray,
-        weights: np.ndarray, shares: np.ndarray,
+        weights: np.ndarray, shares: np.ndarray, more: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Report a training step.
 
@@ -45,6 +45,7 @@ class DomainMetrics:
             loss_sums, num_tokens: (K,) of this step.
             weights: (K,) target weights of the step's positions.
             shares: (K,) share of each domain in all samples trained on so far.
+            more: (K,) values by name: what else the mixer says of itself.
         """
         has_loss = (num_tokens > 0) & np.isfinite(loss_sums)
         self._loss_sums[has_loss] += loss_sums[has_loss]
@@ -53,10 +54,14 @@ class DomainMetrics:
             self._write(iteration, "loss", _means(loss_sums, num_tokens))
             self._write(iteration, "weight", weights)
             self._write(iteration, "share", shares)
+            for name, values in (more or {}).items():
+                self._write(iteration, name, values)
         if iteration % self._log_interval == 0:
             losses = _means(self._loss_sums, self._num_tokens)
             print_rank_last(f" d3 iteration {iteration} | loss " + self._line(losses, "{:.4f}")
-                            + " | weight " + self._line(weights, "{:.3f}"))
+                            + " | weight " + self._line(weights, "{:.3f}")
+                            + "".join(f" | {name} " + self._line(values, "{:.4f}")
+                                      for name, values in (more or {}).items()))
             self._loss_sums[:] = 0
             self._num_tokens[:] = 0
 

@@ -33,6 +33,7 @@ from megatron_d3.mcore.args import RunArgs
 from megatron_d3.mcore.datasets import HeldOutDataset, PlannedDataset, SampleMaker
 from megatron_d3.mcore.metrics import DomainMetrics
 from megatron_d3.mcore.position_ring import PositionRing
+from megatron_d3.mcore.proxy import LocalBatch, ProxyStep
 from megatron_d3.mcore.stock_data import is_built_on_this_rank
 from megatron_d3.mcore.tally import DomainTally
 from megatron_d3.plan.header import RunHeader
@@ -54,18 +55,20 @@ class PlannedRun:
         header: what the plan is made from.
         make_decider: builds the decider of a header.
         maker: makes the fields of a sample.
+        proxy: DoReMi's loss, where this is a proxy run.
     """
 
     def __init__(
         self, args: RunArgs, domains: Sequence[Domain], *, header: RunHeader,
-        make_decider: DeciderFactory, maker: SampleMaker,
+        make_decider: DeciderFactory, maker: SampleMaker, proxy: ProxyStep | None = None,
     ) -> None:
         self._args = args
         self._domains = domains
         self._header = header
         self._make_decider = make_decider
         self._maker = maker
-        self.tally = DomainTally(len(domains))
+        self.proxy = proxy
+        self.tally = DomainTally(len(domains), has_reference=proxy is not None)
         self._metrics = DomainMetrics(
             [domain.name for domain in domains], log_interval=args.log_interval,
             tensorboard_interval=args.tensorboard_log_interval)
@@ -81,14 +84,18 @@ class PlannedRun:
     ) -> tuple[Any, Any, Any]:
         """Megatron's `train_valid_test_dataset_provider`, called once the checkpoint is loaded."""
         if self._plan is None:
+            if self.proxy is not None:
+                self.proxy.open()  # first: what cannot be loaded must not begin a plan
             self._open_plan()
         if not is_built_on_this_rank(vp_stage):
             return None, None, None
-        train = PlannedDataset(self.ring, self._domains, self._maker, self._args.total_samples)
-        return train, self._held_out(num_samples[1]), None
+        return self._train_dataset(), self._held_out(num_samples[1]), None
 
     # Megatron: every rank calls the provider, not only those that read samples.
     provide.is_distributed = True  # type: ignore[attr-defined]
+
+    def _train_dataset(self) -> PlannedDataset:
+        return PlannedDataset(self.ring, self._domains, self._maker, self._args.total_samples)
 
     def _held_out(self, num_samples: int | None) -> HeldOutDataset | None:
         if num_samples == 0:
@@ -170,7 +177,19 @@ class PlannedRun:
                 "d3.mix.max_epochs and d3.mix.exhausted is stop; leaving")
             return False
         self.tally.start_step(get_num_microbatches())
+        if self.proxy is not None:
+            self._start_proxy_step(self.proxy, consumed)
         return True
+
+    def _start_proxy_step(self, proxy: ProxyStep, consumed: int) -> None:
+        batch = LocalBatch.of_step(
+            self.ring, consumed, self._batch_size(consumed),
+            micro_batch_size=self._args.micro_batch_size, num_domains=len(self._domains))
+        is_reader = is_built_on_this_rank()
+        proxy.start_step(
+            batch, self._train_dataset() if is_reader else None,
+            alpha=proxy.mixer.loss_weights(self.plan.state.mixer),
+            sampling_weights=self._weights_at(consumed))
 
     def _note_skipped(self, iteration: int) -> None:
         """Give the ledger a row for each iteration that Megatron passed over without a step."""
@@ -199,7 +218,7 @@ class PlannedRun:
         """Reduce what the step measured, check that all ranks agree, write the ledger."""
         consumed = get_args().consumed_train_samples
         size = self._batch_size(consumed)
-        loss_sums, num_tokens, position_sum = self._reduce()
+        loss_sums, num_tokens, excess_sums, position_sum = self._reduce()
         expected = size * consumed + size * (size - 1) // 2
         if position_sum != expected:
             raise PlanError(
@@ -208,22 +227,26 @@ class PlannedRun:
                 "the DataLoader no longer follows consumed_train_samples")
         signals = StepSignals(
             iteration=iteration + 1, consumed=consumed + size, loss_sums=loss_sums,
-            num_tokens=num_tokens, is_skipped=is_skipped)
+            num_tokens=num_tokens, is_skipped=is_skipped, excess_sums=excess_sums)
+        if self.proxy is not None:
+            self.proxy.require_whole_samples(num_tokens, iteration + 1)
         self.plan.observe(signals)
         self._sync(iteration + 1)
         self._metrics.trained(
             iteration + 1, loss_sums=loss_sums, num_tokens=num_tokens,
-            weights=self._weights_at(consumed), shares=self._shares())
+            weights=self._weights_at(consumed), shares=self._shares(), more=self._proxy_values())
 
-    def _reduce(self) -> tuple[np.ndarray, np.ndarray, float]:
+    def _reduce(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, float]:
         """Sum the step over all ranks in one all-reduce; prove that all hold the same plan.
 
         Returns:
-            (K,) loss sums, (K,) int64 token counts, and the sum of the trained positions.
+            (K,) loss sums, (K,) int64 token counts, (K,) sums of the excess over the reference
+            where there is one, and the sum of the trained positions.
         """
-        training = self.tally.training.view(-1)  # (2K,)
+        num_domains = len(self._domains)
+        training = self.tally.training.view(-1)  # (CK,)
         terms = torch.tensor(
-            collective.agreement_terms(self.plan.chain), dtype=torch.float64,
+            collective.agreement_terms(self.plan.fingerprint), dtype=torch.float64,
             device=training.device)
         vector = torch.cat((training, self.tally.position_sum, terms))
         torch.distributed.all_reduce(vector)
@@ -232,10 +255,12 @@ class PlannedRun:
         collective.require_agreement(
             sums[split + 1:].tolist(), torch.distributed.get_world_size(),
             what=f"plan at position {self.plan.state.position}")
-        per_domain = sums[:split].reshape(-1, 2)  # (K, 2)
+        per_domain = sums[:split].reshape(num_domains, -1)  # (K, C)
+        excess_sums = per_domain[:, 2].copy() if self.proxy is not None else None
         # Each context-parallel rank holds its part of every sample.
         position_sum = float(sums[split]) / mpu.get_context_parallel_world_size()
-        return per_domain[:, 0].copy(), np.rint(per_domain[:, 1]).astype(np.int64), position_sum
+        num_tokens = np.rint(per_domain[:, 1]).astype(np.int64)
+        return per_domain[:, 0].copy(), num_tokens, excess_sums, position_sum
 
     def _sync(self, iteration: int) -> None:
         if not isinstance(self._plan, PlanKeeper):
@@ -253,6 +278,14 @@ class PlannedRun:
         if self._upcoming and self._upcoming[0].start <= position:
             return self._upcoming[0].weights
         return self.plan.state.weights  # decided before a resume; the round is no longer at hand
+
+    def _proxy_values(self) -> dict[str, np.ndarray]:
+        """DoReMi's weights after the step: alpha, and its mean so far."""
+        if self.proxy is None:
+            return {}
+        mixer, state = self.proxy.mixer, self.plan.state.mixer
+        return {"alpha": mixer.loss_weights(state), "alpha_mean": mixer.mean_weights(state),
+                "excess": state["score"]}
 
     def _shares(self) -> np.ndarray:
         cursors = self.plan.state.cursors

@@ -16,6 +16,7 @@ from megatron_d3.mcore.args import RunArgs, read_run_args
 from megatron_d3.mcore.datasets import SampleMaker, pad_id
 from megatron_d3.mcore.dry_run import preview
 from megatron_d3.mcore.planned_run import PlannedRun
+from megatron_d3.mcore.proxy_setup import proxy_step
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.planning import decider_factory, open_domains, plan_header, rehearse_mix
@@ -47,6 +48,7 @@ class PlannedSetup:
         self.note = rehearse_mix(self.config, self.header, mixers=mixers)
         self.make_decider = decider_factory(mixers)
         self.maker = sample_maker(self.args, build_tokenizer(args))
+        self.proxy = proxy_step(self.config, self.header, args)
 
     def preview(self) -> str:
         """The text of `--d3-dry-run`."""
@@ -57,7 +59,7 @@ class PlannedSetup:
         """The run, once Megatron's processes may talk to each other."""
         return PlannedRun(
             self.args, self.domains, header=self.header, make_decider=self.make_decider,
-            maker=self.maker)
+            maker=self.maker, proxy=self.proxy)
 
 
 def batch_schedule(args: argparse.Namespace) -> BatchSchedule:

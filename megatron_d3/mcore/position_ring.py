@@ -70,3 +70,15 @@ class PositionRing:
                 "2 batches a worker?)")
         slot = position % self._capacity
         return int(self._domains[slot]), int(self._samples[slot])
+
+    def read_range(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (n,) int64 domains and samples of the positions [start, stop).
+
+        Raises:
+            PlanError: a position is not decided yet, or was passed long ago.
+        """
+        if start < stop:
+            self.read(start)
+            self.read(stop - 1)
+        slots = np.arange(start, stop) % self._capacity  # (n,)
+        return self._domains.numpy()[slots].astype(np.int64), self._samples.numpy()[slots].copy()

@@ -80,7 +80,7 @@ def _main(started_at: float) -> None:
     else:
         run = setup.planned_run()
         step_hook.install(run)
-        provide, forward_step = run.provide, ForwardStep(run.tally)
+        provide, forward_step = run.provide, ForwardStep(run.tally, run.proxy)
         after_evaluation = run.after_evaluation
     try:
         pretrain(

@@ -12,6 +12,7 @@
     ODM           a bandit rewarded by the loss                                       (online)
     ADO           in proportion to the slope of each domain's scaling law             (online)
     ReferenceLoss more of what is above the loss of a former run                      (online)
+    DoReMi        uniform; its weights go to the loss of a proxy model                (online)
     EpochCap      max_epochs around any of them
 
 A mixer is a class with `VERSION`, a frozen dataclass `Config`, `is_online`, and the three functions
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from megatron_d3.mix.ado import ADO
 from megatron_d3.mix.caps import EpochCap, project, rehearse
+from megatron_d3.mix.doremi import DoReMi
 from megatron_d3.mix.natural import Natural
 from megatron_d3.mix.odm import ODM
 from megatron_d3.mix.reference_loss import ReferenceLoss
@@ -40,12 +42,14 @@ MIXERS: dict[str, type] = {
     "odm": ODM,
     "ado": ADO,
     "reference_loss": ReferenceLoss,
+    "doremi": DoReMi,
 }
 
 __all__ = [
     "ADO",
     "MIXERS",
     "ODM",
+    "DoReMi",
     "EpochCap",
     "Natural",
     "ReferenceLoss",

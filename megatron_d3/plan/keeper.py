@@ -8,7 +8,7 @@ started from the keeper's arrays. Both compute the same segments from the same c
     follower = PlanFollower.from_arrays(header, make_decider, arrays)
 
     segments = plan.advance(until)      # before a training step, on every rank
-    assert plan.chain is the same on every rank
+    assert plan.fingerprint is the same on every rank
     ...                                 # the step itself
     plan.observe(signals)               # after it, on every rank
     keeper.sync()                       # before each checkpoint
@@ -17,7 +17,9 @@ started from the keeper's arrays. Both compute the same segments from the same c
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +70,14 @@ class PlanFollower:
     def chain(self) -> int:
         """64-bit hash over all segments so far: equal on every rank, or they have come apart."""
         return self.state.chain
+
+    @property
+    def fingerprint(self) -> int:
+        """64-bit hash over `chain` and the mixer's state, which may not show in any segment yet."""
+        digest = blake2b(struct.pack("<Q", self.chain), digest_size=8)
+        for array in self.state.mixer.values():
+            digest.update(np.ascontiguousarray(array))
+        return int.from_bytes(digest.digest(), "little")
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Return named arrays from which another rank can follow."""
