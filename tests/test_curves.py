@@ -20,8 +20,8 @@ from tests.plan_helpers import Trainer, domains, header, make_decider
 NAN = float("nan")
 
 
-def trained(folder: Path, **changes: object) -> Path:
-    Trainer(folder, header(**{"mix": "0.5,0.25,0.25", "total": 40, **changes})).run()
+def trained(folder: Path) -> Path:
+    Trainer(folder, header(mix="0.5,0.25,0.25", total=40)).run()
     return folder
 
 

@@ -23,8 +23,9 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 def blocks(page: Path, language: str) -> list[str]:
     """Fenced blocks of a language, without the indentation of a list."""
-    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", page.read_text(), re.M | re.S)
-    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
+    pattern = re.compile(rf"^( *)```{language}\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+    found = pattern.findall(page.read_text())
+    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE) for indent, text in found]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -49,7 +50,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @every_page
 def test_files_that_are_named_exist(page: Path) -> None:
-    pattern = r"(?:megatron_d3|examples|tools|benchmarks|tests|docs)/[\w./-]+\.(?:py|md|args|yaml|sh)"
+    folders, ends = "megatron_d3|examples|tools|benchmarks|tests|docs", "py|md|args|yaml|sh"
+    pattern = rf"(?:{folders})/[\w./-]+\.(?:{ends})"
     missing = [name for name in re.findall(pattern, page.read_text())
                if not (ROOT / name).exists()]
     assert not missing
@@ -60,9 +62,9 @@ def test_make_targets_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for words in commands(page):
         if words[0] == "make":
-            assert re.search(rf"^{words[1]}:", makefile, re.M), words
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
     variables = re.findall(r"`make \w+ (\w+)=", page.read_text())
-    assert all(re.search(rf"^{name} :=", makefile, re.M) for name in variables)
+    assert all(re.search(rf"^{name} :=", makefile, re.MULTILINE) for name in variables)
 
 
 @every_page
@@ -101,7 +103,7 @@ def test_positions_can_be_read_in_two_lines(tmp_path: Path) -> None:
     (code,) = blocks(ROOT / "docs" / "plan.md", "python")
     lines = code.replace("runs/demo/shift/d3", str(tmp_path / "d3")).splitlines()
     names: dict[str, object] = {}
-    exec("\n".join([*lines[:-1], "counts = " + lines[-1]]), names)
+    exec("\n".join([*lines[:-1], "counts = " + lines[-1]]), names)  # noqa: S102
     np.testing.assert_array_equal(names["counts"], [20, 10, 10])
 
 

@@ -33,8 +33,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are saved."""
     figures: list[Any] = []
     save = plots._save
-    monkeypatch.setattr(
-        plots, "_save", lambda figure, path: (figures.append(figure), save(figure, path)))
+
+    def remember(figure: Any, path: Path) -> None:
+        figures.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(plots, "_save", remember)
     return figures
 
 

@@ -6,8 +6,8 @@
     OUT/uniform.log        everything Megatron said
     OUT/weights.png, OUT/losses.png
 
-Running it again reuses what is finished and continues what is not. Nothing is deleted: `fresh` moves
-the runs to OUT/abandoned-NNNN/.
+Running it again reuses what is finished and continues what is not. Nothing is deleted:
+:func:`set_aside` moves the runs to OUT/abandoned-NNNN/.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb.add_argument("--out", required=True, type=Path, metavar="FILE",
                           help="image to write; its suffix (.png, .svg, .pdf) is its format")
         verb.add_argument("--window", type=_positive, metavar="STEPS",
-                          help="steps that losses and shares are averaged over (default: a fortieth "
-                               "of the run)")
+                          help="steps that losses and shares are averaged over (default: a "
+                               "fortieth of the run)")
     table.add_argument("--json", action="store_true", help="print JSON, a line a run")
     for verb in (weights, losses, table):
         verb.add_argument("runs", type=Path, nargs="+", metavar="RUN",

@@ -1,4 +1,4 @@
-"""How far a run is, read from its plan while it trains: a bar on a terminal, else a line now and then."""
+"""How far a run is, read from its plan: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def cpu_environment(num_processes: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     environment = os.environ | {"MEGATRON_D3_DEVICE": "cpu", "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-    if Path("/sys/class/net/lo").exists():  # gloo would look the host's name up, which may not exist
+    # gloo would look this host's name up, which may not exist.
+    if Path("/sys/class/net/lo").exists():
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
 

@@ -1,4 +1,4 @@
-"""Every flag file of `examples/models/` trains two planned steps on a CPU, shrunk by `tiny.args`."""
+"""Every flag file of `examples/models/`, shrunk by `tiny.args`, trains two planned steps."""
 
 from __future__ import annotations
 
