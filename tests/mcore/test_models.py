@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ pytestmark = pytest.mark.mcore
 
 MODELS = ROOT / "examples" / "models"
 NAMES = sorted(path.stem for path in MODELS.glob("*.args") if path.stem != "tiny")
-REST = (
+REST = shlex.split(
     "--tokenizer-type NullTokenizer --vocab-size 256 --train-samples 16 --num-workers 0 "
     "--eval-iters 0 --eval-interval 1000 --log-interval 1 --save-interval 1000"
-).split()
+)
 
 
 def flags(name: str) -> list[str]:
