@@ -96,6 +96,13 @@ class RunConfig:
     round_steps: Annotated[int, Range("[1, inf)")] = 1
     """Global batches that one decision fills. The weights change between rounds only."""
 
+    read_ahead_steps: Annotated[int, Range("[0, inf)")] | None = None
+    """Global batches decided beyond the next one, for mixers that learn from losses: what was
+    measured up to step t acts from step t + 1 + this on. Null: as many as the DataLoader needs when
+    the plan starts (2 x workers x micro-batch x data-parallel size, in global batches), and kept
+    from then on. Set it higher to resume with more workers or ranks later. Other mixers do not
+    depend on it."""
+
     sampling: Literal["apportion", "multinomial"] = "apportion"
     """How weights become samples. `apportion`: counts follow the cumulative weights to about one
     sample. `multinomial`: each position is drawn independently."""

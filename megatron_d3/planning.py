@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_d3.config import RunConfig, parse_config
 from megatron_d3.corpus import shuffle
 from megatron_d3.corpus.domain import Domain, open_domain
+from megatron_d3.errors import ConfigError
 from megatron_d3.mix import MIXERS
 from megatron_d3.plan import apportion
 from megatron_d3.plan.batch_schedule import BatchSchedule
@@ -45,8 +46,17 @@ def open_domains(config: RunConfig, *, seq_length: int, seed: int) -> list[Domai
 def plan_header(
     config: RunConfig, domains: Sequence[Domain], *, seq_length: int, seed: int, tokenizer: str,
     total_samples: int, batch_schedule: BatchSchedule, mixers: Mapping[str, type] = MIXERS,
+    num_prefetched: int = 0,
 ) -> RunHeader:
-    """Describe what a run makes its plan from. Reads every `.idx` once, for the fingerprints."""
+    """Describe what a run makes its plan from. Reads every `.idx` once, for the fingerprints.
+
+    Args:
+        num_prefetched: samples that the DataLoaders of all ranks may fetch before training reaches
+            them.
+
+    Raises:
+        ConfigError: `read_ahead_steps` does not cover them.
+    """
     seed = seed if config.seed is None else config.seed
     records = tuple(
         DomainRecord(
@@ -58,7 +68,25 @@ def plan_header(
     return RunHeader(
         seq_length=seq_length, seed=seed, tokenizer=tokenizer, total_samples=total_samples,
         batch_schedule=batch_schedule, domains=records, config=config.to_dict(),
-        versions=versions)
+        versions=versions,
+        read_ahead_steps=_read_ahead_steps(config, batch_schedule, num_prefetched, mixers))
+
+
+def _read_ahead_steps(
+    config: RunConfig, schedule: BatchSchedule, num_prefetched: int, mixers: Mapping[str, type]
+) -> int | None:
+    """Return the read-ahead that the run asks for or needs; None where no losses decide."""
+    if not mixers[config.mix.type].is_online:  # type: ignore[attr-defined]
+        return None
+    needed = -(-num_prefetched // min(size for _, size in schedule.steps))
+    if config.read_ahead_steps is None:
+        return needed
+    if config.read_ahead_steps < needed:
+        raise ConfigError(
+            f"d3.read_ahead_steps: got {config.read_ahead_steps}, expected at least {needed}: the "
+            f"DataLoader fetches {num_prefetched} samples ahead (2 x --num-workers x "
+            "--micro-batch-size x data-parallel size); raise it, or use fewer --num-workers")
+    return config.read_ahead_steps
 
 
 def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:

@@ -84,7 +84,9 @@ def test_the_resolved_configuration_is_json_and_loads_back(write, text, tmp_path
     plain = json.loads(json.dumps(config.to_dict(), allow_nan=False))
     assert plain == config.to_dict()
     assert parse_config(plain, folder=Path("/elsewhere")) == config
-    assert list(plain) == ["domains", "seed", "valid_fraction", "mix", "round_steps", "sampling"]
+    assert list(plain) == [
+        "domains", "seed", "valid_fraction", "mix", "round_steps", "read_ahead_steps", "sampling",
+    ]  # fmt: skip
 
 
 def test_the_resolved_mix_in_full(write):

@@ -33,6 +33,25 @@ class DomainMetrics:
         self._tensorboard_interval = tensorboard_interval
         self._loss_sums = np.zeros(len(names))
         self._num_tokens = np.zeros(len(names), dtype=np.int64)
+        self._told_at: int | None = None  # iteration of the last line about a round
+
+    def decided(
+        self, round_number: int, iteration: int, *, positions: tuple[int, int], weights: np.ndarray
+    ) -> None:
+        """Log a round, at most one a log interval: from where on its weights hold.
+
+        Args:
+            round_number: of the decision.
+            iteration: training steps whose losses it could follow.
+            positions: first one, and the one after the last.
+            weights: (K,) target weights.
+        """
+        if self._told_at is not None and iteration - self._told_at < self._log_interval:
+            return
+        self._told_at = iteration
+        print_rank_last(
+            f" d3 round {round_number} | iteration {iteration} | positions {positions[0]:,}-"
+            f"{positions[1] - 1:,} | weights " + self._line(weights, "{:.3f}"))
 
     def trained(
         self, iteration: int, *, loss_sums: np.ndarray, num_tokens: np.ndarray,

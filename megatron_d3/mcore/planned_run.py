@@ -75,6 +75,7 @@ class PlannedRun:
         self._plan: PlanFollower | None = None  # on rank 0 a PlanKeeper
         self._ring: PositionRing | None = None
         self._upcoming: deque[Segment] = deque()  # decided, not yet trained on
+        self._read_ahead_steps: int | None = None  # known once the plan is open
         self._synced_at = 0.0
 
     # --- data -----------------------------------------------------------------------------------
@@ -123,16 +124,16 @@ class PlannedRun:
         self.tally.allocate(torch.device("cuda", torch.cuda.current_device()))
         keepers: list[PlanKeeper] = []
 
-        def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray]:
+        def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray, int | None]:
             keeper = PlanKeeper.open(
                 self._args.plan_dir, self._header, self._make_decider, iteration=iteration,
                 consumed=consumed, mode=self._args.resume, copy_from=self._args.load_plan_dir)
             keepers.append(keeper)
             # Copied: the file's memory map must not travel to other nodes.
             decided = np.array(keeper.positions(consumed, keeper.state.position))
-            return keeper.state_arrays(), decided
+            return keeper.state_arrays(), decided, keeper.read_ahead_steps
 
-        arrays, decided = collective.on_rank_0(open_plan)
+        arrays, decided, self._read_ahead_steps = collective.on_rank_0(open_plan)
         if keepers:
             self._plan = keepers[0]
             for message in keepers[0].messages:
@@ -141,12 +142,27 @@ class PlannedRun:
             self._plan = PlanFollower.from_arrays(self._header, self._make_decider, arrays)
         self._ring = PositionRing(start=consumed, capacity=self._ring_capacity(len(decided)))
         self._append(consumed, decided)
+        self._say_when_losses_act(iteration)
         self._advance(iteration, consumed)
+
+    def _say_when_losses_act(self, iteration: int) -> None:
+        if not self.plan.decider.mixer.is_online:
+            return
+        ahead = self._read_ahead_steps or 0
+        print_rank_0(
+            f" d3: the losses of step t act on the weights from step t + {ahead + 1} on "
+            f"(read_ahead_steps {ahead})")
+        if iteration > 0:
+            print_rank_0(
+                f" d3: resumed with data-parallel size {self._args.data_parallel_size} and "
+                f"micro-batch size {self._args.micro_batch_size}: the same weights as before, digit "
+                "for digit under the same layout, up to the order of float sums under another")
 
     def _ring_capacity(self, num_decided: int) -> int:
         """Enough for the positions from the present to the frontier, whatever the next round."""
         largest = max(size for _, size in self._args.batch_schedule.steps)
         num_batches = 2 + len(self._args.iterations_to_skip) + self.plan.decider.round_steps
+        num_batches += self._read_ahead_steps or 0
         return num_decided + self._args.read_ahead + num_batches * largest
 
     def _append(self, start: int, records: np.ndarray) -> None:
@@ -209,10 +225,19 @@ class PlannedRun:
         num_batches = 1
         while iteration + num_batches + 1 in self._args.iterations_to_skip:
             num_batches += 1
-        until = self._args.batch_schedule.stop_after(consumed, num_batches)
-        for segment in self.plan.advance(until + self._args.read_ahead):
+        until = self._args.batch_schedule.stop_after(
+            consumed, num_batches + (self._read_ahead_steps or 0))
+        if self._read_ahead_steps is None:
+            until += self._args.read_ahead
+        # NOTE: where losses decide, `until` follows from the plan alone, not from this life's
+        # workers and ranks: the same step sees the same losses in every life.
+        for segment in self.plan.advance(until):
             self._append(segment.start, segment.records)
             self._upcoming.append(segment)
+            if self.plan.decider.mixer.is_online:
+                self._metrics.decided(
+                    segment.round, iteration, positions=(segment.start, segment.stop),
+                    weights=segment.weights)
 
     def after_step(self, iteration: int, *, is_skipped: bool) -> None:
         """Reduce what the step measured, check that all ranks agree, write the ledger."""

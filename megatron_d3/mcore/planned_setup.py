@@ -44,7 +44,8 @@ class PlannedSetup:
         self.header: RunHeader = plan_header(
             self.config, self.domains, seq_length=self.args.seq_length, seed=self.args.seed,
             tokenizer=self.args.tokenizer, total_samples=self.args.total_samples,
-            batch_schedule=self.args.batch_schedule, mixers=mixers)
+            batch_schedule=self.args.batch_schedule, mixers=mixers,
+            num_prefetched=self.args.read_ahead)
         self.note = rehearse_mix(self.config, self.header, mixers=mixers)
         self.make_decider = decider_factory(mixers)
         self.maker = sample_maker(self.args, build_tokenizer(args))

@@ -64,6 +64,9 @@ class RunHeader:
         config: the resolved configuration, JSON-able; `mix`, `round_steps` and `sampling` of it are
             compared.
         versions: version of each algorithm that takes part, e.g. `{"static": 1, "shuffle": 1}`.
+        read_ahead_steps: global batches decided beyond the next one; with it the losses up to step
+            t act from step t + 1 + `read_ahead_steps` on. None where no losses decide: the order
+            does not depend on it then.
     """
 
     seq_length: int
@@ -74,6 +77,7 @@ class RunHeader:
     domains: tuple[DomainRecord, ...]
     config: Mapping[str, Any]
     versions: Mapping[str, int]
+    read_ahead_steps: int | None = None
 
     def __post_init__(self) -> None:
         # As it will be read back: tuples become lists, so that the two compare equal.
@@ -89,6 +93,8 @@ class RunHeader:
     def to_json(self) -> dict[str, Any]:
         """Return nested dicts and lists."""
         plain = {name: getattr(self, name) for name in _PLAIN}
+        if self.read_ahead_steps is not None:
+            plain["read_ahead_steps"] = self.read_ahead_steps
         return plain | {
             "batch_schedule": self.batch_schedule.to_json(),
             "versions": dict(self.versions), "config": dict(self.config),
@@ -102,7 +108,19 @@ class RunHeader:
             batch_schedule=BatchSchedule.from_json(value["batch_schedule"]),
             domains=tuple(DomainRecord(**domain) for domain in value["domains"]),
             config=value["config"], versions=value["versions"],
+            read_ahead_steps=value.get("read_ahead_steps"),
             **{name: value[name] for name in _PLAIN})
+
+    def following(self, old: RunHeader) -> RunHeader:
+        """Return the header with the old read-ahead, if that suffices and no other was asked for.
+
+        What a DataLoader fetches early differs from life to life of a run (workers, micro-batch,
+        data-parallel size); when a loss takes effect must not.
+        """
+        here, before = self.read_ahead_steps, old.read_ahead_steps
+        if here is None or before is None or self.config.get("read_ahead_steps") is not None:
+            return self
+        return replace(self, read_ahead_steps=max(here, before))
 
 
 _PLAIN = ("seq_length", "seed", "tokenizer", "total_samples")
@@ -251,6 +269,9 @@ def differences(old: RunHeader, new: RunHeader) -> list[Difference]:
               for name in old.versions if old.versions[name] != new.versions.get(name, old.versions[name])]
     if old.total_samples != new.total_samples:
         found.append(Difference("total_samples", old.total_samples, new.total_samples))
+    if None not in (old.read_ahead_steps, new.read_ahead_steps) and (
+            old.read_ahead_steps != new.read_ahead_steps):
+        found.append(Difference("read_ahead_steps", old.read_ahead_steps, new.read_ahead_steps))
     if old.batch_schedule != new.batch_schedule:
         found.append(Difference("batch_schedule", old.batch_schedule.to_json(),
                                 new.batch_schedule.to_json()))

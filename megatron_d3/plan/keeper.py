@@ -184,6 +184,11 @@ class PlanKeeper(PlanFollower):
         return cls(decider, decider.init(position=consumed, iteration=iteration), store,
                    snapshot_every=snapshot_every)
 
+    @property
+    def read_ahead_steps(self) -> int | None:
+        """Global batches to decide beyond the next one, as the plan began; see `RunHeader`."""
+        return self.store.plan.generations[-1].header.read_ahead_steps
+
     def positions(self, start: int, stop: int | None = None) -> np.ndarray:
         """Return the records of positions [start, stop), e.g. those read ahead before a resume.
 

@@ -47,6 +47,9 @@ _ADVICE = {
     "num_samples": "the corpus itself changed: restore its files",
     "num_tokens": "the corpus itself changed: restore its files",
     "versions": "use the Megatron-D3 that wrote the plan",
+    "read_ahead_steps": "losses would take effect at other steps: keep d3.read_ahead_steps null or "
+                        "at the old value, and where the DataLoader needs more, use fewer "
+                        "--num-workers, a smaller --micro-batch-size or fewer data-parallel ranks",
     "total_samples": "the weights may depend on it (epoch caps, unimax): keep the old length",
 }
 
@@ -94,6 +97,7 @@ def resume(
             f"iteration {checkpoint.iteration}; load a later checkpoint, or give this run another "
             "--d3-plan-dir and --d3-resume fork")
     kept = reader.plan.before(checkpoint.iteration)
+    header = header.following(kept.generations[-1].header)
     decider = make_decider(header, kept.table_with(header)[1])
     changes = _allowed(directory, kept.generations[-1], header, decider, make_decider, is_fork)
     _check_total(directory, header, checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -56,3 +57,37 @@ def record_wandb() -> None:
         global_vars._GLOBAL_WANDB_WRITER = Writer()
 
     global_vars._set_wandb_writer = set_writer
+
+
+def record_state() -> None:
+    """Write a hash of the plan's and the mixer's state after each step."""
+    from megatron_d3.mcore.planned_run import PlannedRun
+    from tests.mcore import recorder
+
+    folder = recorder.folder
+    assert folder is not None
+    stock = PlannedRun.after_step
+
+    def after_step(self: Any, iteration: int, *, is_skipped: bool) -> None:
+        stock(self, iteration, is_skipped=is_skipped)
+        digest = hashlib.blake2b(digest_size=8)
+        for name, array in self.plan.state_arrays().items():
+            digest.update(name.encode() + array.tobytes())
+        with (folder / f"rank{os.environ['RANK']}.states").open("a") as file:
+            file.write(digest.hexdigest() + "\n")
+
+    PlannedRun.after_step = after_step  # type: ignore[method-assign]
+
+
+def another_mixer_on_rank_1() -> None:
+    """Let the mixer of rank 1 learn another loss than that of the rest in step 3."""
+    from megatron_d3.mcore.planned_run import PlannedRun
+
+    stock = PlannedRun.after_step
+
+    def after_step(self: Any, iteration: int, *, is_skipped: bool) -> None:
+        stock(self, iteration, is_skipped=is_skipped)
+        if iteration == 2 and os.environ["RANK"] == "1":
+            self.plan.state.mixer["rewards"][0] *= 1.01
+
+    PlannedRun.after_step = after_step  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ import torch
 
 _samples: list[str] = []
 _positions: list[int] = []
+folder: Path | None = None  # of what this rank records
 
 
 def install(
@@ -33,6 +34,8 @@ def install(
     from megatron.core.rerun_state_machine import RerunDataIterator
     from megatron.training import training
 
+    global folder
+    folder = path.parent
     if setup:
         module, function = setup.split(":")
         getattr(importlib.import_module(module), function)()
