@@ -123,8 +123,9 @@ def _read_rounds(
     """Return (N, K) samples that the weights asked for, and (N, K) that were drawn."""
     targets, counts = np.zeros((num_bins, len(domains))), np.zeros((num_bins, len(domains)))
     generations = reader.plan.generations
-    columns = [[domains.index(name) for name in g.header.names] for g in generations]
-    column_of_id = [domains.index(record.name) for record in reader.plan.table]
+    column = {name: k for k, name in enumerate(domains)}
+    columns = [[column[name] for name in g.header.names] for g in generations]
+    column_of_id = [column[record.name] for record in reader.plan.table]
     drawn = (-1, 0, 0)  # bin, start, stop: neighbouring rounds are counted in one go
 
     def count(bin_number: int, start: int, stop: int) -> None:
@@ -165,24 +166,26 @@ def _read_ledger(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Return (N, K) loss sums, (N, K) tokens, and the last iteration."""
     sums, tokens = np.zeros((num_bins, len(domains))), np.zeros((num_bins, len(domains)))
+    column = {name: k for k, name in enumerate(domains)}
     iteration = 0
     for row, _, _ in reader.ledger():
         iteration = row.iteration
         bin_number = min((iteration - 1) // width, num_bins - 1)
         for name, (total, num_tokens) in row.losses.items():
             if total is not None:
-                sums[bin_number, domains.index(name)] += total
-                tokens[bin_number, domains.index(name)] += num_tokens
+                sums[bin_number, column[name]] += total
+                tokens[bin_number, column[name]] += num_tokens
     return sums, tokens, iteration
 
 
 def _read_evals(reader: PlanReader, domains: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return (E,) steps and (E, K) losses of the evaluations on held-out samples."""
     rows = {row.iteration: row for row, _, _ in reader.evals() if row.split == "valid"}
+    column = {name: k for k, name in enumerate(domains)}
     losses = np.full((len(rows), len(domains)), np.nan)
     for values, row in zip(losses, rows.values(), strict=True):
         for name, (total, num_tokens) in row.losses.items():
-            values[domains.index(name)] = np.nan if total is None else total / num_tokens
+            values[column[name]] = np.nan if total is None else total / num_tokens
     return np.array(list(rows), np.int64), losses
 
 
