@@ -20,7 +20,8 @@ LAYERS = [
     {"fields", "yaml12"},
     {"corpus", "mix", "order", "influence", "weight"},
     {"plan"},
-    {"config", "config_reference", "registry", "planning", "curves", "plots"},
+    {"config", "config_reference", "registry", "planning", "curves", "plots"}
+    | {"loss_table", "simulate", "propose"},
     {"mcore"},
     {"cli", "pretrain", "__main__"},
 ]

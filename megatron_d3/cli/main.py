@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "demo": "megatron_d3.cli.demo",
     "plan": "megatron_d3.cli.plan",
     "plot": "megatron_d3.cli.plot",
+    "simulate": "megatron_d3.cli.simulate",
     "demo-corpus": "megatron_d3.cli.demo_corpus",
     "tokenize": "megatron_d3.cli.tokenize",
     "score": "megatron_d3.cli.score",
