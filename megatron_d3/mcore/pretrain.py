@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megatron_d3.errors import ConfigError, D3Error
@@ -13,14 +14,19 @@ from megatron_d3.mcore import cpu
 _RANK_0_SECONDS = 2.0
 
 
-def main(started_at: float | None = None) -> None:
+Task = Callable[[Any, Any], None]
+
+
+def main(started_at: float | None = None, *, task: Task | None = None) -> None:
     """Run Megatron's GPT pretraining, planned if `--d3-config` is given.
 
     Args:
         started_at: `time.time()` at the start of the process, for Megatron's start-up report.
+        task: called with the planned run's settings and Megatron's arguments once the processes may
+            talk to each other, in place of training.
     """
     try:
-        _main(started_at or time.time())
+        _main(started_at or time.time(), task)
     except D3Error as error:
         rank = int(os.environ.get("RANK", "0"))
         if rank > 0:
@@ -29,13 +35,13 @@ def main(started_at: float | None = None) -> None:
         sys.exit(f"megatron_d3.pretrain: rank {rank}: {type(error).__name__}: {error}")
 
 
-def _main(started_at: float) -> None:
+def _main(started_at: float, task: Task | None) -> None:
     is_cpu = cpu.wanted()
     if is_cpu:
         cpu.enable()
     # Imported here and not above: Megatron reads torch.cuda while it is imported.
     from megatron.core.enums import ModelType
-    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training import initialize, inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
@@ -72,6 +78,12 @@ def _main(started_at: float) -> None:
             if args.rank == 0:
                 print(setup.preview(), flush=True)
             return
+        if task is not None:
+            initialize.initialize_megatron()
+            task(setup, args)
+            return
+    elif task is not None:
+        raise ConfigError("--d3-config: missing; this needs the configuration of the proxy's run")
     elif _has_d3_flags(args):
         raise ConfigError("--d3-* flags were given without --d3-config PATH, which they belong to")
 

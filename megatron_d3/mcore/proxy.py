@@ -51,16 +51,20 @@ class LocalBatch:
         cls, ring: PositionRing, consumed: int, size: int, *, micro_batch_size: int,
         num_domains: int,
     ) -> LocalBatch:
-        """Look up the global batch [consumed, consumed + size).
-
-        Megatron's sampler deals positions in turns: micro-batch m of data-parallel rank r holds
-        consumed + (m * dp + r) * mbs + [0, mbs).
-        """
+        """Look up the global batch [consumed, consumed + size)."""
         domains, ordinals = ring.read_range(consumed, consumed + size)  # (size,)
-        dp_size, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        dealt = np.arange(size).reshape(-1, dp_size, micro_batch_size)[:, dp_rank]  # (M, B)
+        dealt = local_positions(size, micro_batch_size)  # (M, B)
         counts = np.bincount(domains, minlength=num_domains)
         return cls(consumed, consumed + dealt, domains[dealt], ordinals[dealt], counts)
+
+
+def local_positions(size: int, micro_batch_size: int) -> np.ndarray:
+    """Return (M, B) which of a global batch's samples this data-parallel rank trains on.
+
+    Megatron's sampler deals them in turns: micro-batch m of rank r holds (m * dp + r) * mbs + [0, mbs).
+    """
+    dp_size, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    return np.arange(size).reshape(-1, dp_size, micro_batch_size)[:, dp_rank]
 
 
 class ReferenceLosses(Protocol):
@@ -93,7 +97,7 @@ class ProxyStep:
     ) -> None:
         self.mixer = mixer
         self.micro_batch_size = micro_batch_size
-        self._reference = reference
+        self.reference = reference
         self._seq_length = seq_length
         self._is_per_token_loss = is_per_token_loss
         self._index = 0  # of the next micro-batch
@@ -106,7 +110,7 @@ class ProxyStep:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        self._reference.open()
+        self.reference.open()
         self._device = torch.device("cuda", torch.cuda.current_device())
 
     def start_step(
@@ -129,7 +133,7 @@ class ProxyStep:
             coefficients[batch.domains]).float().to(self._device)  # (M, B)
         self._positions = torch.from_numpy(batch.positions).to(self._device)  # (M, B)
         self._num_microbatches = len(batch.positions)
-        self._reference_losses = self._reference.of_batch(batch, dataset)
+        self._reference_losses = self.reference.of_batch(batch, dataset)
         self._index = 0
 
     def weigh(

@@ -14,6 +14,7 @@ from megatron_d3.mcore.reference_model import (
     find_checkpoint,
     require_same_text,
 )
+from megatron_d3.mcore.stored_losses import StoredLosses
 from megatron_d3.mix.doremi import DoReMi
 from megatron_d3.plan.header import RunHeader
 
@@ -39,14 +40,21 @@ def proxy_step(
     mixer = DoReMi(
         params, [record.info for record in header.domains], total_samples=header.total_samples)
     return ProxyStep(
-        mixer, _reference(params, args), seq_length=args.seq_length,
+        mixer, _reference(params, header, args), seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         is_per_token_loss=args.calculate_per_token_loss)
 
 
-def _reference(params: DoReMi.Config, args: argparse.Namespace) -> ReferenceLosses:
-    if params.reference is None:
-        raise ConfigError("d3.mix.losses: stored token losses cannot be read yet; use reference")
+def _reference(
+    params: DoReMi.Config, header: RunHeader, args: argparse.Namespace
+) -> ReferenceLosses:
+    if params.losses is not None:
+        if args.context_parallel_size > 1:
+            raise ConfigError(
+                "d3.mix.losses: not possible with --context-parallel-size: stored losses are not "
+                "split over the sequence; use reference")
+        return StoredLosses(params.losses, header)
+    assert params.reference is not None, "DoReMi.__init__ has checked it"
     checkpoint = find_checkpoint(params.reference)
     require_same_text(checkpoint, args)
     return ModelLosses(partial(ReferenceModel, checkpoint, args), get_batch)

@@ -273,3 +273,54 @@ def test_what_cannot_work_stops_at_the_start(
     assert message in run.output
     assert "Traceback" not in run.output
     assert not (tmp_path / "d3").exists()
+
+
+@pytest.fixture(scope="module")
+def stored(launcher: Launcher, proxy: Path, corpora: Path) -> Path:
+    """Configuration of a proxy that reads the reference's losses from disk."""
+    folder = corpora / "losses"
+    run = train(launcher, corpora / "store", proxy, ["--d3-plan-dir", str(folder)], world_size=2,
+                entry="megatron_d3.mcore.store_losses:main")
+    run.require_success()
+    return write_config(
+        corpora / "stored.yaml", mix={"type": "doremi", "losses": str(folder), "eta": 4.0})
+
+
+class TestStoredLosses:
+    """The reference's losses from disk in place of the model."""
+
+    @pytest.mark.parametrize("layout", ["one", "tp2-pp2"])
+    def test_give_the_same_run_as_the_model(
+        self, launcher: Launcher, stored: Path, start: Path, single: tuple[Path, Run],
+        tmp_path: Path, layout: str,
+    ) -> None:
+        world_size, extra = LAYOUTS[layout]
+        run = train(launcher, tmp_path, stored, from_start(start, *extra), world_size=world_size)
+        run.require_success()
+        assert run.samples() == single[1].samples()
+        for ours, theirs in zip(run.grad_norms(), single[1].grad_norms(), strict=True):
+            assert_allclose(float.fromhex(ours), float.fromhex(theirs), rtol=1e-5)
+        assert_allclose(alphas(tmp_path / "d3"), alphas(single[0] / "d3"), rtol=1e-4)
+
+    @pytest.mark.parametrize(("change", "message"), [
+        (["--d3-set", "seed=5"], "was made with another seed: 1234, this run has 5"),
+        (["--seq-length", "16"], "was made with another seq_length: 32, this run has 16"),
+        (["--vocab-size", "300"], "was made with another tokenizer"),
+        (["--d3-set", "domains.wiki=code"], "was made with another domains"),
+        (["--d3-set", "mix.losses=nowhere"], "no stored losses in"),
+    ])
+    def test_of_other_samples_are_refused(
+        self, launcher: Launcher, stored: Path, tmp_path: Path, change: list[str], message: str
+    ) -> None:
+        run = train(launcher, tmp_path, stored, change)
+        assert run.codes == [1]
+        assert message in run.output
+        assert not (tmp_path / "d3").exists()
+
+    def test_end_where_the_run_that_stored_them_ends(
+        self, launcher: Launcher, stored: Path, tmp_path: Path
+    ) -> None:
+        run = train(launcher, tmp_path, stored, steps=STEPS + 2)
+        assert run.codes == [1]
+        assert "this run needs draw" in run.output
+        assert len(ledger(tmp_path / "d3")) == STEPS
