@@ -30,7 +30,22 @@ EXTRAS = {
     "tiktoken": ["tiktoken>=0.7"],
     "parquet": ["pyarrow>=16"],
     "zstd": ["zstandard>=0.22"],
-    "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.15", "types-PyYAML"],
+    # The back end of `megatron-d3 mix propose --back-end regmix`.
+    "regmix": ["scikit-learn>=1.5"],
+    # With what every test needs: file formats, tokenizers, and an MPI that needs no root.
+    "dev": [
+        "pytest>=8",
+        "hypothesis>=6.100",
+        "ruff>=0.12",
+        "mypy>=1.15",
+        "types-PyYAML",
+        "tokenizers>=0.20",
+        "tiktoken>=0.7",
+        "pyarrow>=16",
+        "zstandard>=0.22",
+        "mpi4py>=4.0",
+        "mpich>=4.2; sys_platform == 'linux'",
+    ],
 }
 
 setup(
