@@ -25,6 +25,8 @@ VERBS: dict[str, str] = {
     "plan": "megatron_d3.cli.plan",
     "plot": "megatron_d3.cli.plot",
     "simulate": "megatron_d3.cli.simulate",
+    "mix": "megatron_d3.cli.mix",
+    "doremi": "megatron_d3.cli.doremi",
     "demo-corpus": "megatron_d3.cli.demo_corpus",
     "tokenize": "megatron_d3.cli.tokenize",
     "score": "megatron_d3.cli.score",
