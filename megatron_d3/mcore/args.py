@@ -227,6 +227,13 @@ def refuse(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--dataloader-type {args.dataloader_type}: not possible with --d3-config: the plan is "
             "the order; leave it out or use single")
+    for value, flag, why in (
+        (args.eval_interval, "--eval-interval", "the number of steps between two evaluations"),
+        (args.save_interval or not args.save, "--save-interval",
+         "the number of steps between two checkpoints in --save"),
+    ):
+        if value is None or value is False:
+            raise ConfigError(f"{flag}: missing, expected {why}, e.g. {flag} 500")
     for flag, why in _asked(args, _NO_PLAN):
         raise ConfigError(f"{flag}: not possible with --d3-config: {why}")
 

@@ -213,7 +213,7 @@ def test_workers_read_what_the_parent_reads(tmp_path, method):
     ]
     for worker in workers:
         worker.start()
-    for worker in workers:
+    for _ in workers:
         assert queue.get(timeout=60) == expected
     for worker in workers:
         worker.join()

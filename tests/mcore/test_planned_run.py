@@ -249,6 +249,22 @@ def test_what_contradicts_the_plan_is_refused_by_name(
     assert not (tmp_path / "d3").exists()
 
 
+@pytest.mark.parametrize(("left_out", "message"), [
+    ("--eval-interval", "--eval-interval: missing, expected the number of steps between two eval"),
+    ("--save-interval", "--save-interval: missing, expected the number of steps between two check"),
+])
+def test_intervals_that_megatron_fails_without(
+    launcher: Launcher, corpora: Path, tmp_path: Path, left_out: str, message: str
+) -> None:
+    config = write_config(corpora / "intervals.yaml")
+    arguments = flags(config, tmp_path, steps=2)
+    at = arguments.index(left_out)
+    run = launcher.run(tmp_path / "run", arguments[:at] + arguments[at + 2:])
+    assert run.codes == [1]
+    assert message in run.output
+    assert "Traceback" not in run.output
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--d3-set", "mix.type=natural"], "--d3-* flags were given without --d3-config PATH"),
     (["--d3-config", "run.yaml"], "the plan needs a place; give --save DIR"),
