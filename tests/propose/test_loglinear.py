@@ -62,7 +62,7 @@ def test_no_mixture_within_the_limits_is_better(data) -> None:
     max_kl = data.draw(st.sampled_from([np.inf, 0.5, 1.0]))
     limits = Limits(prior, upper, max_kl)
     assume(divergence(project(prior, upper)[0], prior) < 0.9 * max_kl)
-    x, gap = minimise(np.zeros(len(slopes)), slopes, limits)
+    x, _ = minimise(np.zeros(len(slopes)), slopes, limits)
     assert x.sum() == pytest.approx(1) and (x <= upper + 1e-9).all() and (x >= 0).all()
     points = grid(0.05)
     kl = np.array([divergence(np.maximum(p, 0), prior) for p in points])
