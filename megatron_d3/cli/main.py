@@ -26,6 +26,7 @@ VERBS: dict[str, str] = {
     "plot": "megatron_d3.cli.plot",
     "simulate": "megatron_d3.cli.simulate",
     "mix": "megatron_d3.cli.mix",
+    "doremi": "megatron_d3.cli.doremi",
     "demo-corpus": "megatron_d3.cli.demo_corpus",
     "tokenize": "megatron_d3.cli.tokenize",
     "score": "megatron_d3.cli.score",
