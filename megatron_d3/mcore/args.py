@@ -117,14 +117,16 @@ def read_run_args(args: argparse.Namespace, batch_schedule: BatchSchedule) -> Ru
         batch_schedule: the global batch sizes, from Megatron's own calculator.
 
     Raises:
-        ConfigError: the plan has no place.
+        ConfigError: the plan has no place, or the run no length.
     """
     if args.d3_plan_dir is None and args.save is None:
         raise ConfigError(
             "--d3-config: the plan needs a place; give --save DIR (plan in DIR/d3) or --d3-plan-dir")
     plan_dir = args.d3_plan_dir or Path(args.save) / "d3"
     load_plan_dir = None
-    if args.d3_plan_dir is None and args.load and Path(args.load) != Path(args.save):
+    # With --finetune the checkpoint gives its weights only: this run's data begins anew.
+    is_continued = bool(args.load) and not args.finetune
+    if args.d3_plan_dir is None and is_continued and Path(args.load) != Path(args.save):
         load_plan_dir = Path(args.load) / "d3"
     prefetched = 2 * args.num_workers * args.micro_batch_size * args.data_parallel_size
     return RunArgs(
@@ -162,13 +164,24 @@ def _total_samples(args: argparse.Namespace, schedule: BatchSchedule) -> int:
 
     With `--train-samples` a constant batch size drops an incomplete last batch, a batch-size
     schedule fills it up (`megatron.training.training.update_train_iters`).
+
+    Raises:
+        ConfigError: the run has no length, or not one global batch.
     """
     if args.train_iters:
         return schedule.stop_after(0, args.train_iters)
+    if not args.train_samples:
+        raise ConfigError(
+            "--d3-config: the plan needs the length of the run; give --train-samples or "
+            "--train-iters")
     num_steps = bisect_left(
         range(args.train_samples), args.train_samples, key=lambda n: schedule.stop_after(0, n))
     if args.step_batch_size_schedule is None:
         num_steps = args.train_samples // args.global_batch_size
+    if num_steps == 0:
+        raise ConfigError(
+            f"--train-samples: got {args.train_samples}, expected at least one global batch of "
+            f"{args.global_batch_size}")
     return schedule.stop_after(0, num_steps)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_d3.config import RunConfig
 from megatron_d3.corpus.domain import Domain
+from megatron_d3.errors import ConfigError
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import RunHeader
 
@@ -19,9 +20,17 @@ _NUM_LISTED = 16
 def preview(
     config: RunConfig, domains: Sequence[Domain], header: RunHeader, decider: Decider
 ) -> str:
-    """Return the resolved configuration, the domain table and the first segment."""
+    """Return the resolved configuration, the domain table and the first segment.
+
+    Raises:
+        ConfigError: the epoch limits end the run before its first step.
+    """
     decided = decider.decide(decider.init())
-    assert decided is not None, "a run has at least one position"
+    if decided is None:
+        raise ConfigError(
+            "d3.mix.max_epochs: a domain reaches its limit within the first round, and "
+            "d3.mix.exhausted is stop: no step would be trained; raise max_epochs, or choose "
+            "exhausted: redistribute or repeat")
     _, segment = decided
     lines = ["configuration:", json.dumps(config.to_dict(), indent=2), "", "domains:"]
     lines.append(f"  {'name':20} {'samples':>12} {'tokens':>15} {'held out':>10} {'weight':>8} "

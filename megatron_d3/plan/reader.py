@@ -37,7 +37,8 @@ class PlanReader:
             raise PlanError(f"{directory}: no plan here ({PLAN} is missing); give the directory of a "
                             "run, or its d3/")
         with explained(path, "read"):
-            text = path.read_text(encoding="utf-8")
+            # Bytes that are no UTF-8 are damage too: what is put in their place is no JSON.
+            text = path.read_text(encoding="utf-8", errors="replace")
         self.plan = PlanFile.from_text(text, where=str(path))
 
     @property

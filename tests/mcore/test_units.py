@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ pytest.importorskip("megatron.core")
 from megatron_d3.corpus import open_domain
 from megatron_d3.errors import ConfigError, PlanError
 from megatron_d3.mcore import collective, cpu
-from megatron_d3.mcore.args import add_d3_arguments
+from megatron_d3.mcore.args import RunArgs, add_d3_arguments, read_run_args
+from megatron_d3.mcore.dry_run import preview
 from megatron_d3.mcore.position_ring import PositionRing
 from megatron_d3.mcore.tally import DomainTally
+from megatron_d3.plan.batch_schedule import BatchSchedule
 from tests.corpus_helpers import documents, write_corpus
 
 pytestmark = pytest.mark.mcore
@@ -28,6 +31,49 @@ def test_the_flags_are_frozen() -> None:
     flags = {option for action in parser._actions for option in action.option_strings}
     assert flags == {"--d3-config", "--d3-set", "--d3-plan-dir", "--d3-resume", "--d3-plugin",
                      "--d3-dry-run"}
+
+
+def read(**changes: object) -> RunArgs:
+    """Read arguments as Megatron leaves them, but for `changes`."""
+    known = defaultdict(lambda: None, {
+        "save": "new", "load": "old", "finetune": False, "d3_plan_dir": None, "d3_set": (),
+        "d3_plugin": (), "train_samples": 9, "global_batch_size": 4, "num_workers": 0,
+        "micro_batch_size": 2, "data_parallel_size": 1, "full_validation": True,
+        "iterations_to_skip": ()} | changes)
+
+    class Arguments(argparse.Namespace):
+        def __getattr__(self, name: str) -> object:
+            return known[name]
+
+    return read_run_args(Arguments(), BatchSchedule.constant(4))
+
+
+def test_the_plan_beside_the_loaded_checkpoint_is_another_runs_business_when_finetuning() -> None:
+    assert read().load_plan_dir == Path("old/d3")
+    assert read(load="./new").load_plan_dir is None
+    assert read(d3_plan_dir=Path("p")).load_plan_dir is None
+    assert read(finetune=True).load_plan_dir is None
+
+
+def test_a_run_without_a_length_is_refused() -> None:
+    assert read().total_samples == 8
+    assert read(train_samples=None, train_iters=3).total_samples == 12
+    with pytest.raises(ConfigError, match="give --train-samples or --train-iters"):
+        read(train_samples=None)
+    with pytest.raises(ConfigError, match=r"--train-samples: got 3, expected .* batch of 4"):
+        read(train_samples=3)
+
+
+def test_a_dry_run_of_a_plan_that_ends_before_its_first_step(tmp_path: Path) -> None:
+    class Ended:
+        def init(self) -> None:
+            return None
+
+        def decide(self, state: None) -> None:
+            return None
+
+    with pytest.raises(ConfigError, match="d3.mix.max_epochs: .* no step would be trained"):
+        preview(None, [], None, Ended())  # type: ignore[arg-type]
 
 
 class TestRing:

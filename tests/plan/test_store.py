@@ -173,6 +173,12 @@ def _claim(directory: Path, answers: multiprocessing.Queue[str]) -> None:
         answers.put("claimed")
 
 
+def test_a_plan_json_of_random_bytes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_bytes(b"\xb1\xff{")
+    with pytest.raises(PlanError, match=r"plan.json: not JSON"):
+        PlanReader(tmp_path)
+
+
 def test_two_processes_cannot_write_one_plan(tmp_path: Path) -> None:
     store = new_store(tmp_path / "d3")
     context = multiprocessing.get_context("fork")
