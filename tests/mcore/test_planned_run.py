@@ -231,6 +231,7 @@ def test_a_rank_that_disagrees_stops_the_run(
     (["--hybrid-context-parallel"], "--hybrid-context-parallel: not possible with megatron_d3.pretrain"),
     (["--dataloader-inter-document-masking"], "use --reset-attention-mask"),
     (["--multiple-validation-sets"], "every evaluation reports each domain by itself"),
+    (["--full-validation"], "set --eval-iters to cover the held-out samples"),
     (["--mtp-num-layers", "1"], "multi-token prediction has a loss of its own"),
     (["--mock-data"], "--mock-data: not possible with --d3-config: mock data has no domains"),
     (["--fim-data", "--fim-eod-token", "e"], "--fim-data: not possible with megatron_d3.pretrain"),
