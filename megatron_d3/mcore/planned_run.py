@@ -149,9 +149,13 @@ class PlannedRun:
         if not self.plan.decider.mixer.is_online:
             return
         ahead = self._read_ahead_steps or 0
-        print_rank_0(
-            f" d3: the losses of step t act on the weights from step t + {ahead + 1} on "
-            f"(read_ahead_steps {ahead})")
+        if self.proxy is not None:
+            print_rank_0(" d3: samples are uniform; the losses of step t act on the loss weights "
+                         "alpha from step t + 1 on")
+        else:
+            print_rank_0(
+                f" d3: the losses of step t act on the weights from step t + {ahead + 1} on "
+                f"(read_ahead_steps {ahead})")
         if iteration > 0:
             print_rank_0(
                 f" d3: resumed with data-parallel size {self._args.data_parallel_size} and "

@@ -154,6 +154,7 @@ def test_samples_are_uniform_and_the_log_shows_alpha(single: tuple[Path, Run], p
     shown = " ".join(f"{name} {value:.4f}" for name, value in last.items())
     assert f"d3 iteration {STEPS} | loss web" in run.output
     assert f" | alpha {shown} | alpha_mean web" in run.output
+    assert "act on the loss weights alpha from step t + 1 on" in run.output
 
 
 def test_opposite_weights_train_opposite_models(
