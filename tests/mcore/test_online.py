@@ -219,3 +219,49 @@ def test_a_misspelt_parameter_stops_the_run(
     assert run.codes == [1]
     assert "d3.mix.smoothin: unknown key for type odm, did you mean smoothing?" in run.output
     assert not (tmp_path / "d3").exists()
+
+
+OTHERS = {
+    "ado": {"type": "ado", "ignore_steps": 0, "start_step": 2, "fit_steps": 1},
+    "reference_loss": {"type": "reference_loss", "update_steps": 2,
+                       "losses": {"web": 5.4, "code": 5.3, "wiki": 5.5}},
+    "odm paper": {"type": "odm", "variant": "paper", "max_epochs": {"wiki": 0.1}},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_others_plan_the_same_on_all_ranks_and_audit(
+    launcher: Launcher, corpora: Path, tmp_path: Path, name: str
+) -> None:
+    config = write_config(corpora / f"{name}.yaml", mix=OTHERS[name])
+    run = launcher.run(
+        tmp_path / "run", flags(config, tmp_path, steps=STEPS), world_size=2,
+        setup="tests.mcore.faults:record_state").require_success()
+    first, second = states(run)
+    assert first == second and len(set(first)) == STEPS
+    found = audit(tmp_path / "d3", decider_factory())
+    assert found.is_sound, found.findings
+    assert flat(run.samples()) == expected_samples(config, tmp_path / "d3")
+    if "max_epochs" in OTHERS[name]:  # 49 samples * 0.1
+        assert np.bincount(PlanReader(tmp_path / "d3").stored(0, STEPS * 8)["domain"])[2] == 4
+    if name == "reference_loss":
+        weights = weights_of(tmp_path / "d3")
+        assert weights[1] == weights[0] != weights[2] == weights[3] != weights[4]
+
+
+def test_a_static_run_goes_over_to_odm_by_a_fork(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    static = write_config(corpora / "before.yaml", mix={"type": "static", "weights": WEIGHTS})
+    arguments = flags(static, tmp_path, steps=STEPS, save_interval=1)
+    launcher.run(tmp_path / "a", [*arguments, "--exit-interval", "2"]).require_success()
+    change = ["--d3-set", "mix.type=odm"]
+    refused = launcher.run(tmp_path / "b", [*arguments, *change])
+    assert refused.codes == [1] and "made with mix.type static, now odm" in refused.output
+    launcher.run(
+        tmp_path / "c", [*arguments, *change, "--d3-resume", "fork"], world_size=2
+    ).require_success()
+    weights = weights_of(tmp_path / "d3")
+    np.testing.assert_allclose(weights[:3], [list(WEIGHTS.values())] * 3)
+    assert weights[3] != weights[2]
+    assert audit(tmp_path / "d3", decider_factory()).is_sound
