@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from megatron_d3.plan.header import differences
+from megatron_d3.plan.header import DomainRecord, differences
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.rows import LossRow
 from megatron_d3.plan.summary import RoundUse, iter_rounds
@@ -35,19 +35,25 @@ class Parting:
 def compare(a: PlanReader, b: PlanReader) -> Parting | None:
     """Return where two plans part, or None if they hold the same samples in the same order.
 
-    Domains are compared by name: table ids and paths may differ.
+    A domain is the same in both if its name, corpus, `seq_length` and seed are: table ids and paths
+    may differ.
     """
     position = _first_difference(a, b)
     if position is None:
         return None
-    return Parting(position, _at(a, position), _at(b, position), _reasons(a, b, position))
+    one, two = _at(a, position), _at(b, position)
+    reasons = _reasons(a, b, position)
+    if one is not None and two is not None:
+        reasons = (*_domain_reasons(one[0], two[0]), *reasons)
+    return Parting(position, _named(one), _named(two), reasons)
 
 
 def _first_difference(a: PlanReader, b: PlanReader) -> int | None:
     if a.first_position != b.first_position:
         return min(a.first_position, b.first_position)
-    names = sorted({domain.name for reader in (a, b) for domain in reader.plan.table})
-    ids = [np.array([names.index(domain.name) for domain in reader.plan.table])
+    known: dict[tuple[object, ...], int] = {}
+    ids = [np.array([known.setdefault(_identity(domain), len(known))
+                     for domain in reader.plan.table])
            for reader in (a, b)]
     stop = min(a.frontier, b.frontier)
     for start in range(a.first_position, stop, _CHUNK):
@@ -60,11 +66,29 @@ def _first_difference(a: PlanReader, b: PlanReader) -> int | None:
     return None if a.frontier == b.frontier else stop
 
 
-def _at(reader: PlanReader, position: int) -> tuple[str, int] | None:
+def _identity(domain: DomainRecord) -> tuple[object, ...]:
+    """What makes two draws of the same ordinal the same tokens."""
+    return domain.name, domain.fingerprint, domain.seq_length, domain.seed
+
+
+def _at(reader: PlanReader, position: int) -> tuple[DomainRecord, int] | None:
     if not reader.first_position <= position < reader.frontier:
         return None
     record = reader.positions(position, position + 1)[0]
-    return reader.plan.table[int(record["domain"])].name, int(record["sample"])
+    return reader.plan.table[int(record["domain"])], int(record["sample"])
+
+
+def _named(sample: tuple[DomainRecord, int] | None) -> tuple[str, int] | None:
+    return None if sample is None else (sample[0].name, sample[1])
+
+
+def _domain_reasons(one: DomainRecord, two: DomainRecord) -> list[str]:
+    """Say why a domain of one name is not the same domain."""
+    if one.name != two.name:
+        return []
+    return [f"domain {one.name}: {field} {getattr(one, field)} in A, {getattr(two, field)} in B"
+            for field in ("fingerprint", "seq_length", "seed")
+            if getattr(one, field) != getattr(two, field)]
 
 
 def _reasons(a: PlanReader, b: PlanReader, position: int) -> tuple[str, ...]:
@@ -77,6 +101,11 @@ def _reasons(a: PlanReader, b: PlanReader, position: int) -> tuple[str, ...]:
             present = one or two
             reasons.append(f"generation {index}: only {'B' if one is None else 'A'} has it, from "
                            f"position {present.position} on")
+            if index > 0:
+                before = generations[one is None][index - 1].header
+                reasons += [f"generation {index}: {change.field} {change.old} before, "
+                            f"{change.new} in {'B' if one is None else 'A'}"
+                            for change in differences(before, present.header)]
             break
         for field in ("iteration", "position"):
             old, new = getattr(one, field), getattr(two, field)
@@ -112,7 +141,7 @@ def _first_round_difference(a: PlanReader, b: PlanReader, position: int) -> tupl
 
 
 def _span(use: RoundUse) -> str:
-    return f"{use.row.start}-{use.stop - 1}"
+    return f"{use.row.start}-{use.stop - 1}" if use.row.start < use.stop else "none"
 
 
 def _first_ledger_difference(a: PlanReader, b: PlanReader) -> tuple[int, str] | None:

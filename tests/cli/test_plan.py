@@ -180,7 +180,9 @@ def test_diff_names_the_fork_and_the_shorter_run(
     assert call("diff", tmp_path / "a", tmp_path / "b", "--json") == 1
     parting = json.loads(capsys.readouterr().out)
     assert 20 <= parting["position"] < 40
-    assert parting["reasons"][0] == "generation 1: only B has it, from position 20 on"
+    assert parting["reasons"][:2] == [
+        "generation 1: only B has it, from position 20 on",
+        "generation 1: mix.type static before, natural in B"]
 
 
 def test_diff_names_the_ledger_row(tmp_path: Path) -> None:
@@ -223,6 +225,23 @@ def test_diff_compares_domains_by_name(tmp_path: Path) -> None:
     PlanKeeper.open(tmp_path / "b", one, make_decider, mode="fork").close()
     Trainer(tmp_path / "b", one).run()
     assert compare(PlanReader(tmp_path / "a"), PlanReader(tmp_path / "b")) is None
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("fingerprint", "another corpus"), ("seq_length", 16), ("seed", 8)])
+def test_diff_sees_other_samples_behind_the_same_ordinals(
+    tmp_path: Path, field: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that follow no loss give the same domains and ordinals on any corpus."""
+    one = header(sizes=(50, 50), total=20, mix="0.5,0.5")
+    changed = tuple(replace(d, **{field: value}) for d in one.domains)  # type: ignore[arg-type]
+    other = replace(one, domains=changed)
+    Trainer(tmp_path / "a", one).run()
+    Trainer(tmp_path / "b", other).run()
+    assert call("diff", tmp_path / "a", tmp_path / "b") == 1
+    old = getattr(one.domains[0], field)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "position 0: A has a 0, B has a 0", f"  domain a: {field} {old} in A, {value} in B"]
 
 
 @pytest.mark.parametrize("mix", [
