@@ -74,6 +74,8 @@ def _main(started_at: float, task: Task | None) -> None:
         from megatron_d3.mcore.planned_setup import PlannedSetup
 
         setup = PlannedSetup(args)
+        if setup.note is not None and args.rank == 0:
+            print(f" {setup.note}", flush=True)
         if args.d3_dry_run:
             if args.rank == 0:
                 print(setup.preview(), flush=True)

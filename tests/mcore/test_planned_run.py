@@ -284,8 +284,11 @@ def test_dry_run_prints_domains_and_first_segment_and_writes_nothing(
 ) -> None:
     config = write_config(corpora / "dry.yaml")
     run = launcher.run(
-        tmp_path / "run", [*flags(config, tmp_path, steps=2), "--d3-dry-run"], world_size=2)
+        tmp_path / "run",
+        [*flags(config, tmp_path, steps=2), "--d3-dry-run", "--d3-set", "mix.max_epochs=0.01",
+         "--d3-set", "mix.exhausted=repeat"], world_size=2)
     assert run.codes == [0, 0]
+    assert run.output.count("samples repeat beyond max_epochs") == 1
     assert "first segment: positions 0-7 of 16, round 0, step 0" in run.output
     assert '"round_steps": 1' in run.output
     assert run.output.count("configuration:") == 1
