@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,12 +15,22 @@ HELP = "build a real multi-domain corpus and its tokenizer, without a download"
 EXAMPLE = "megatron-d3 demo-corpus --out demo/corpus --max-mb-per-domain 5 --vocab-size 4096"
 
 
+def _megabytes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0.01 <= value < math.inf):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number >= 0.01")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument
     add("--out", required=True, type=Path, metavar="DIR",
         help="folder to make; a finished corpus of the same size is used as it is")  # fmt: skip
-    add("--max-mb-per-domain", type=float, default=5.0, metavar="MB",
+    add("--max-mb-per-domain", type=_megabytes, default=5.0, metavar="MB",
         help="text at which a domain is full, in 10^6 bytes (default 5)")  # fmt: skip
     add("--vocab-size", type=int, default=4096, metavar="N",
         help="pieces of the tokenizer (default 4096)")  # fmt: skip

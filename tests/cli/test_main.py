@@ -85,6 +85,15 @@ def test_wrong_usage_is_exit_code_2(verbs, capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "five"])
+def test_a_demo_corpus_of_no_size_is_refused(tmp_path, capsys, size):
+    with pytest.raises(SystemExit) as caught:
+        main(["demo-corpus", "--out", str(tmp_path / "corpus"), "--max-mb-per-domain", size])
+    assert caught.value.code == 2
+    assert f"got '{size}', expected a number >= 0.01" in capsys.readouterr().err
+    assert not (tmp_path / "corpus").exists()
+
+
 def test_help_lists_the_verbs(verbs, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"], verbs={"toy": verbs["toy"]})
