@@ -32,7 +32,6 @@ from megatron_d3.mcore.args import tokenizer_name
 from megatron_d3.mcore.model import model_config
 
 WHERE = "d3.mix.reference"
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 # Arguments that make the shape of a dense GPT, and nothing about where or how it runs.
 _SHAPE = (
@@ -73,20 +72,15 @@ class ReferenceCheckpoint:
     args: argparse.Namespace
 
 
-def find_checkpoint(path: Path) -> ReferenceCheckpoint:
+def find_checkpoint(folder: Path) -> ReferenceCheckpoint:
     """Look a checkpoint up and read its arguments, without any process group.
 
     Args:
-        path: a `--save` folder, of which the latest checkpoint is taken, or an `iter_*` folder.
+        folder: an `iter_*` folder.
 
     Raises:
         ConfigError: there is none, or not in the format `torch_dist`.
     """
-    tracker = path / _TRACKER
-    folder = path
-    if tracker.is_file():
-        latest = tracker.read_text().strip()
-        folder = path / ("release" if latest == "release" else f"iter_{int(latest):07d}")
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise ConfigError(
             f"{WHERE}: no checkpoint in {folder}; expected the --save folder of the reference's run, "

@@ -22,7 +22,7 @@ own, `initial_score`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -52,9 +52,10 @@ class DoReMi:
         """Settings of `type: doremi`."""
 
         reference: Path | None = None
-        """Checkpoint folder of the reference model (what was its `--save`); it runs frozen beside
-        the proxy, under the same layout. It may be of another size, but must have the proxy's
-        tokenizer, vocabulary and sequence length."""
+        """Checkpoint folder of the reference model (what was its `--save`, of which the latest
+        checkpoint is taken, or one `iter_*` of it); it runs frozen beside the proxy, under the same
+        layout. It may be of another size, but must have the proxy's tokenizer, vocabulary and
+        sequence length."""
 
         losses: Path | None = None
         """Folder of the reference's token losses, written by `megatron-d3 doremi losses`; takes the
@@ -74,6 +75,15 @@ class DoReMi:
         initial_score: Annotated[float, Range("[0, inf)")] = 0.0
         """Excess loss of a domain before its first token, in nats. The released code has
         ln(vocabulary size) here, which lets one absent domain take almost all weight."""
+
+        def resolved(self) -> DoReMi.Config:
+            """Return the settings with the latest checkpoint in place of the run's folder.
+
+            A plan then records which one it was: a reference that was trained further meanwhile is
+            another one, and a resume says so.
+            """
+            latest = None if self.reference is None else latest_checkpoint(self.reference)
+            return self if latest is None else replace(self, reference=latest)
 
     def __init__(self, config: Config, domains: Sequence[DomainInfo], *, total_samples: int):
         """Raises ConfigError unless there is exactly one source of reference losses."""
@@ -135,6 +145,15 @@ class DoReMi:
             total, num_steps = total + 1.0 / self._num_domains, num_steps + 1
         mean: np.ndarray = total / num_steps
         return mean
+
+
+def latest_checkpoint(save: Path) -> Path | None:
+    """Return the folder of the latest checkpoint in a Megatron `--save` folder, None without one."""
+    try:
+        latest = (save / "latest_checkpointed_iteration.txt").read_text().strip()
+    except OSError:
+        return None
+    return save / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
 
 
 def token_coefficients(

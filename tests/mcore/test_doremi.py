@@ -253,6 +253,21 @@ def test_another_data_parallel_size_continues_the_trajectory(
     assert ours["positions.bin"] == theirs["positions.bin"]
 
 
+def test_a_reference_trained_further_is_another_one(
+    launcher: Launcher, corpora: Path, reference: Path, start: Path, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path / "first.yaml", mix={
+        "type": "doremi", "reference": str(reference / "iter_0000002")})
+    domains = ["--d3-set", f"domains={{web: {corpora}/web, code: {corpora}/code, wiki: {corpora}/wiki}}"]
+    train(launcher, tmp_path, config, [*from_start(start), *domains], steps=2).require_success()
+    later = write_config(tmp_path / "first.yaml", mix={
+        "type": "doremi", "reference": str(reference)})  # whose latest is iteration 4
+    run = train(launcher, tmp_path, later, domains, steps=2, name="again")
+    assert run.codes == [1]
+    assert "iter_0000002" in run.output and "iter_0000004" in run.output
+    assert "--d3-resume fork" in run.output
+
+
 @pytest.mark.parametrize(("changes", "extra", "message"), [
     ({"reference": "nowhere"}, [], "nowhere; expected the --save folder of the reference's run"),
     ({"reference": None}, [], "got neither of reference and losses"),

@@ -177,3 +177,15 @@ def test_alpha_stays_on_the_simplex(excess: list[list[float]], eta: float, c: fl
         assert abs(alpha.sum() - 1) < 1e-12
         assert (alpha >= c / 4).all()
     assert abs(mixer.mean_weights(state).sum() - 1) < 1e-12
+
+
+def test_the_reference_is_the_checkpoint_that_was_the_latest(tmp_path: Path) -> None:
+    config = DoReMi.Config(reference=tmp_path)
+    assert config.resolved() == config  # the run refuses it by name
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for written, name in (("12", "iter_0000012"), ("release", "release")):
+        tracker.write_text(written + "\n")
+        resolved = config.resolved()
+        assert resolved.reference == tmp_path / name
+        assert resolved.resolved() == resolved
+    assert DoReMi.Config(losses=tmp_path).resolved() == DoReMi.Config(losses=tmp_path)
