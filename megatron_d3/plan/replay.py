@@ -140,7 +140,7 @@ class Replay:
                               f"{ROUNDS}")
         found = last_line(directory / LEDGER, before=self.ledger_end)
         if found is not None:
-            self._seal = seal_of(found[0])
+            self._seal = seal_of(directory / LEDGER, found[0])
 
     def _observe_through(self, iteration: int | None) -> None:
         """Observe the ledger's rows up to an iteration (None: all)."""

@@ -183,9 +183,16 @@ def unseal(line: bytes, previous: str) -> str | None:
     return digest if found and tail == digest.encode() + b'"}' else None
 
 
-def seal_of(line: bytes) -> str:
-    """Return the hash that a chained line carries."""
-    return str(json.loads(line)["hash"])
+def seal_of(path: Path, line: bytes) -> str:
+    """Return the hash that a chained line of a file carries.
+
+    Raises:
+        PlanError: it carries none; names the file and the line.
+    """
+    try:
+        return str(json.loads(line)["hash"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, line) from error
 
 
 def _seal(body: bytes, previous: str) -> str:
@@ -244,6 +251,10 @@ def parsed[Row: (RoundRow, LossRow)](path: Path, line: bytes, kind: type[Row]) -
     try:
         return kind.from_line(line)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(
-            f"{path}: damaged row {line[:80]!r}; restore the file from a backup, or start a new "
-            "plan with --d3-resume fork in another --d3-plan-dir") from error
+        raise _damaged(path, line) from error
+
+
+def _damaged(path: Path, line: bytes) -> PlanError:
+    return PlanError(
+        f"{path}: damaged row {line[:80]!r}; restore the file from a backup, or start a new "
+        "plan with --d3-resume fork in another --d3-plan-dir")

@@ -254,8 +254,9 @@ class PlanStore:
 
     def _find_seals(self) -> None:
         for name in (LEDGER, EVALS):
-            found = last_line(self.directory / name)
-            self._seals[name] = NO_HASH if found is None else seal_of(found[0])
+            path = self.directory / name
+            found = last_line(path)
+            self._seals[name] = NO_HASH if found is None else seal_of(path, found[0])
 
 
 def num_bytes(num_positions: int) -> int:

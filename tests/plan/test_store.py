@@ -153,6 +153,14 @@ def test_damaged_rows_are_named(tmp_path: Path) -> None:
         list(reader.evals())
 
 
+@pytest.mark.parametrize("row", [b'{"iteration":1}\n', b"\x93\n", b"[]\n"])
+def test_a_writer_refuses_a_last_row_without_its_hash(tmp_path: Path, row: bytes) -> None:
+    new_store(tmp_path / "d3").close()
+    (tmp_path / "d3/evals.jsonl").write_bytes(row)
+    with pytest.raises(PlanError, match=r"evals.jsonl: damaged row"):
+        PlanStore(tmp_path / "d3")
+
+
 def test_no_plan_and_a_plan_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"no plan here \(plan.json is missing\)"):
         PlanReader(tmp_path)
