@@ -265,3 +265,20 @@ def test_a_static_run_goes_over_to_odm_by_a_fork(
     np.testing.assert_allclose(weights[:3], [list(WEIGHTS.values())] * 3)
     assert weights[3] != weights[2]
     assert audit(tmp_path / "d3", decider_factory()).is_sound
+
+
+def test_under_tensor_and_pipeline_parallelism_all_ranks_hold_the_mixer_of_the_ledger(
+    launcher: Launcher, config: Path, tmp_path: Path
+) -> None:
+    run = launcher.run(
+        tmp_path / "run",
+        [*flags(config, tmp_path, steps=STEPS), "--tensor-model-parallel-size", "2",
+         "--pipeline-model-parallel-size", "2"],
+        world_size=4, setup="tests.mcore.faults:record_state").require_success()
+    assert len(set(map(tuple, states(run)))) == 1
+    np.testing.assert_allclose(
+        weights_of(tmp_path / "d3"),
+        replayed(tmp_path / "d3", read_ahead=1, warmup_steps=2, weights=WEIGHTS), rtol=1e-12)
+    for row, loss in zip(ledger(tmp_path / "d3"), run.losses(), strict=True):
+        sums = np.array(list(row["loss"].values()))
+        assert sums[:, 0].sum() / sums[:, 1].sum() == pytest.approx(float.fromhex(loss), rel=1e-6)
