@@ -25,6 +25,7 @@ def main() -> None:
     from megatron_d3.mcore import pretrain, step_hook
 
     done_at: list[float] = []
+    used_by: list[float] = []  # processor seconds of all threads
     in_hooks: list[tuple[float, float]] = []  # wall and processor seconds
     stock_install = step_hook.install
 
@@ -40,12 +41,14 @@ def main() -> None:
     @functools.wraps(stock_log)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         done_at.append(time.perf_counter())
+        used_by.append(time.process_time())
         return stock_log(*args, **kwargs)
 
     training.training_log = training_log
     pretrain.main()
     if os.environ["RANK"] == "0":
-        path.write_text(json.dumps({"done_at": done_at, "in_hooks": in_hooks}))
+        path.write_text(json.dumps(
+            {"done_at": done_at, "used_by": used_by, "in_hooks": in_hooks}))
 
 
 def _timed(function: Any, times: list[tuple[float, float]]) -> Any:
