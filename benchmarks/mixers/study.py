@@ -62,7 +62,7 @@ def mixers(options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
         "ado": {"type": "ado", "ignore_steps": warmup, "start_step": 2 * warmup,
                 "fit_steps": warmup},
         "reference_loss": {"type": "reference_loss", "losses": str(reference.absolute()),
-                           "update_steps": warmup},
+                           "update_steps": 2 * warmup},
     }
     if options.doremi is not None:
         found["doremi"] = {"type": "static", "weights": str(options.doremi.absolute())}
