@@ -1,4 +1,4 @@
-"""`megatron-d3 demo`: real text, two mixtures, one model each; then a table and two plots."""
+"""`megatron-d3 demo`: real text, three mixtures, one model each; then a table and two plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_d3.cli.demo_runs import RECIPE, RUNS, Demo, draw, prepare, set_asi
 from megatron_d3.curves import held_out_table
 
 NAME = "demo"
-HELP = "train one small model on two mixtures of real text on this machine's CPU, and compare"
+HELP = "train one small model on three mixtures of real text on this machine's CPU, and compare"
 EXAMPLE = """\
 megatron-d3 demo
 megatron-d3 demo --fresh --recipe my_recipe"""
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true",
         help="train anew; earlier runs move to DIR/abandoned-NNNN, the corpus stays")  # fmt: skip
     add("--recipe", type=Path, default=RECIPE, metavar="DIR",
-        help="folder with uniform.yaml, shift.yaml and model.args (default examples/demo of the "
-             "repository)")  # fmt: skip
+        help="folder with uniform.yaml, shift.yaml, odm.yaml and model.args (default "
+             "examples/demo of the repository)")  # fmt: skip
     add("--num-processes", type=int, default=defaults.num_processes, metavar="N",
         help="data-parallel processes (default 2)")  # fmt: skip
     add("--max-mb-per-domain", type=float, default=defaults.max_bytes_per_domain / 1e6,
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _next_commands(demo: Demo) -> str:
-    first, second = (demo.folder(run) for run in RUNS)
+    first, second, *_ = (demo.folder(run) for run in RUNS)
     again = "" if demo.out_dir == _OUT else f" --out {demo.out_dir}"
     commands = {
         f"{_program()} plan show {second}": "which domain filled which positions",

@@ -27,7 +27,7 @@ from megatron_d3.curves import RunCurves, read_curves
 from megatron_d3.errors import ConfigError, D3Error
 from megatron_d3.plots import plot_losses, plot_weights, require_matplotlib
 
-RUNS = ("uniform", "shift")
+RUNS = ("uniform", "shift", "odm")
 """The runs, each with a YAML file of its name in the recipe."""
 
 MODEL = "model.args"
@@ -45,7 +45,7 @@ class Demo:
 
     Attributes:
         out_dir: folder of everything it makes.
-        recipe: folder with `uniform.yaml`, `shift.yaml` and `model.args`.
+        recipe: folder with a YAML file for each of `RUNS`, and `model.args`.
         num_processes: data-parallel processes on this machine.
         max_bytes_per_domain: UTF-8 bytes of text at which a domain of the corpus is full.
         vocab_size: pieces of the tokenizer.

@@ -77,7 +77,7 @@ class RunArgs:
         load_plan_dir: the plan beside the checkpoint to load, where that is another run's.
         total_samples: training samples of the whole run.
         batch_schedule: samples of each global batch.
-        eval_samples: samples of one evaluation, or None with `--full-validation`.
+        eval_samples: samples of one evaluation.
         read_ahead: positions the DataLoader workers may fetch before training reaches them.
     """
 
@@ -95,11 +95,12 @@ class RunArgs:
     micro_batch_size: int
     data_parallel_size: int
     read_ahead: int
-    eval_samples: int | None
+    eval_samples: int
     tokenizer: str
     log_interval: int
     tensorboard_log_interval: int
     has_checkpoints: bool
+    is_evaluation_only: bool
     save_interval: int | None
     iterations_to_skip: tuple[int, ...]
     reset_position_ids: bool
@@ -144,11 +145,12 @@ def read_run_args(args: argparse.Namespace, batch_schedule: BatchSchedule) -> Ru
         micro_batch_size=args.micro_batch_size,
         data_parallel_size=args.data_parallel_size,
         read_ahead=prefetched,
-        eval_samples=None if args.full_validation else args.eval_iters * args.eval_global_batch_size,
+        eval_samples=args.eval_iters * args.eval_global_batch_size,
         tokenizer=tokenizer_name(args),
         log_interval=args.log_interval,
         tensorboard_log_interval=args.tensorboard_log_interval,
         has_checkpoints=args.save is not None,
+        is_evaluation_only=args.skip_train,
         save_interval=args.save_interval,
         iterations_to_skip=tuple(args.iterations_to_skip),
         reset_position_ids=args.reset_position_ids,

@@ -47,6 +47,8 @@ def wanted() -> bool:
     device = os.environ.get("MEGATRON_D3_DEVICE", "")
     if device not in ("", "cpu", "cuda"):
         raise ConfigError(f"MEGATRON_D3_DEVICE: got {device!r}, expected cpu or cuda (or unset)")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("MEGATRON_D3_DEVICE=cuda: PyTorch finds no CUDA device here; use cpu")
     return device == "cpu" or (device == "" and not torch.cuda.is_available())
 
 

@@ -138,23 +138,21 @@ class HeldOutDataset(Dataset[dict[str, torch.Tensor]]):
     Args:
         domains: all domains, in domain order; those without a held-out part are passed over.
         maker: makes the fields of a sample.
-        num_samples: length of the dataset over all evaluations; None for each sample once
-            (Megatron's `--full-validation`).
-        samples_per_evaluation: after so many samples the next evaluation starts; None with
-            `num_samples` None.
+        num_samples: length of the dataset over all evaluations.
+        samples_per_evaluation: after so many samples the next evaluation starts.
     """
 
     split = Split.valid
 
     def __init__(
         self, domains: Sequence[Domain], maker: SampleMaker, *,
-        num_samples: int | None, samples_per_evaluation: int | None,
+        num_samples: int, samples_per_evaluation: int,
     ) -> None:
         self._domains = domains
         self._maker = maker
         sizes = [domain.valid.num_samples if domain.valid else 0 for domain in domains]
         self._order = take_turns(sizes, samples_per_evaluation)  # (E, 2)
-        self._length = len(self._order) if num_samples is None else num_samples
+        self._length = num_samples
 
     def __len__(self) -> int:
         return self._length
@@ -165,25 +163,22 @@ class HeldOutDataset(Dataset[dict[str, torch.Tensor]]):
         return fields | {"origin": torch.tensor([domain, index])}
 
 
-def take_turns(sizes: Sequence[int], count: int | None) -> np.ndarray:
+def take_turns(sizes: Sequence[int], count: int) -> np.ndarray:
     """Deal samples of several domains in turns.
 
     Args:
         sizes: (K,) samples of each domain.
-        count: how many to deal, starting again when all are dealt; None deals each once.
+        count: how many to deal, starting again when all are dealt.
 
     Returns:
         (count, 2) int64: domain, sample.
 
-    >>> take_turns([2, 1], None).tolist()
-    [[0, 0], [1, 0], [0, 1]]
+    >>> take_turns([2, 1], 4).tolist()
+    [[0, 0], [1, 0], [0, 1], [0, 0]]
     """
-    if count is not None:
-        sizes = [min(size, count) for size in sizes]  # no domain can be asked for more
+    sizes = [min(size, count) for size in sizes]  # no domain can be asked for more
     domains = np.repeat(np.arange(len(sizes)), sizes)  # (N,)
     samples = np.concatenate([np.arange(size) for size in sizes])  # (N,)
     order = np.lexsort((domains, samples))  # by sample, then by domain
     dealt = np.stack((domains[order], samples[order]), axis=1).astype(np.int64)
-    if count is None or len(dealt) == 0:
-        return dealt
     return dealt[np.arange(count) % len(dealt)]

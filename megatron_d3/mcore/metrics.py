@@ -63,7 +63,7 @@ class DomainMetrics:
             iteration: 1-based.
             loss_sums, num_tokens: (K,) of this step.
             weights: (K,) target weights of the step's positions.
-            shares: (K,) share of each domain in all samples trained on so far.
+            shares: (K,) share of each domain in all samples decided so far.
             more: (K,) values by name: what else the mixer says of itself.
         """
         has_loss = (num_tokens > 0) & np.isfinite(loss_sums)

@@ -77,11 +77,12 @@ class PlannedRun:
         self._upcoming: deque[Segment] = deque()  # decided, not yet trained on
         self._read_ahead_steps: int | None = None  # known once the plan is open
         self._synced_at = 0.0
+        self._has_stepped = False
 
     # --- data -----------------------------------------------------------------------------------
 
     def provide(
-        self, num_samples: Sequence[int | None], vp_stage: int | None = None
+        self, num_samples: Sequence[int], vp_stage: int | None = None
     ) -> tuple[Any, Any, Any]:
         """Megatron's `train_valid_test_dataset_provider`, called once the checkpoint is loaded."""
         if self._plan is None:
@@ -90,7 +91,8 @@ class PlannedRun:
             self._open_plan()
         if not is_built_on_this_rank(vp_stage):
             return None, None, None
-        return self._train_dataset(), self._held_out(num_samples[1]), None
+        train = None if self._args.is_evaluation_only else self._train_dataset()
+        return train, self._held_out(num_samples[1]), None
 
     # Megatron: every rank calls the provider, not only those that read samples.
     provide.is_distributed = True  # type: ignore[attr-defined]
@@ -98,7 +100,7 @@ class PlannedRun:
     def _train_dataset(self) -> PlannedDataset:
         return PlannedDataset(self.ring, self._domains, self._maker, self._args.total_samples)
 
-    def _held_out(self, num_samples: int | None) -> HeldOutDataset | None:
+    def _held_out(self, num_samples: int) -> HeldOutDataset | None:
         if num_samples == 0:
             return None
         return HeldOutDataset(
@@ -122,6 +124,13 @@ class PlannedRun:
         args = get_args()
         iteration, consumed = args.iteration, args.consumed_train_samples
         self.tally.allocate(torch.device("cuda", torch.cuda.current_device()))
+        if self._args.is_evaluation_only:
+            # --skip-train looks at a checkpoint, perhaps of a run that trains at this moment: its
+            # plan is neither needed nor touched.
+            decider = self._make_decider(self._header, tuple(range(len(self._domains))))
+            self._plan = PlanFollower(
+                decider, decider.init(position=consumed, iteration=iteration))
+            return
         keepers: list[PlanKeeper] = []
 
         def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray, int | None]:
@@ -179,8 +188,8 @@ class PlannedRun:
 
     @property
     def can_save(self) -> bool:
-        """Whether Megatron has a place for a checkpoint."""
-        return self._args.has_checkpoints
+        """Whether Megatron has a place for a checkpoint, and this process something to save."""
+        return self._args.has_checkpoints and self._has_stepped
 
     def before_step(self, iteration: int) -> bool:
         """Decide what the step and the DataLoader workers need; False if the plan ends here."""
@@ -196,6 +205,7 @@ class PlannedRun:
                 f" d3: the plan ends at position {self.ring.stop}: a domain has reached "
                 "d3.mix.max_epochs and d3.mix.exhausted is stop; leaving")
             return False
+        self._has_stepped = True
         self.tally.start_step(get_num_microbatches())
         if self.proxy is not None:
             self._start_proxy_step(self.proxy, consumed)

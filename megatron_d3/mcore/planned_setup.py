@@ -81,7 +81,7 @@ def sample_maker(args: RunArgs, tokenizer: Any) -> SampleMaker:
         create_attention_mask=args.create_attention_mask)
 
 
-def _require_held_out(domains: Sequence[Domain], eval_samples: int | None) -> None:
+def _require_held_out(domains: Sequence[Domain], eval_samples: int) -> None:
     if eval_samples != 0 and not any(domain.valid for domain in domains):
         raise ConfigError(
             "d3.domains: evaluation is on, but no domain has a held-out part; set valid_fraction "

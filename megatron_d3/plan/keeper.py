@@ -166,11 +166,16 @@ class PlanKeeper(PlanFollower):
             ResumeError: the plan does not belong to this run or checkpoint.
             PlanError: the plan cannot be read or written, or another process writes it.
         """
-        if copy_from is not None and not is_there(directory / PLAN):
-            copy_plan(copy_from, directory)
+        is_copied = copy_from is not None and not is_there(directory / PLAN) and copy_plan(
+            copy_from, directory)
         if is_there(directory / PLAN):
-            resumed = resume(directory, Checkpoint(iteration, consumed), header, make_decider,
-                             is_fork=mode == "fork")
+            try:
+                resumed = resume(directory, Checkpoint(iteration, consumed), header, make_decider,
+                                 is_fork=mode == "fork")
+            except PlanError:
+                if is_copied:  # what was refused must not wait there for the next start
+                    shutil.rmtree(directory)
+                raise
             return cls(resumed.decider, resumed.state, resumed.store, messages=resumed.messages,
                        snapshot_every=snapshot_every)
         if iteration > 0 and mode == "strict":
@@ -241,17 +246,18 @@ class PlanKeeper(PlanFollower):
         self.store.append_ledger(signals)
 
 
-def copy_plan(source: Path, directory: Path) -> None:
-    """Copy a plan directory, without what was set aside in it. Does nothing if there is no plan.
+def copy_plan(source: Path, directory: Path) -> bool:
+    """Copy a plan directory, without what was set aside in it; False if there is no plan.
 
     Raises:
         PlanError: the copy cannot be written, or `directory` holds something.
     """
     if not is_there(source / PLAN):
-        return
+        return False
     aside = directory.with_name(directory.name + ".tmp")
     with explained(directory, "copy"):
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)  # an unfinished copy
         shutil.copytree(source, aside, ignore=shutil.ignore_patterns("abandoned-*", "lock", "*.tmp"))
         aside.rename(directory)
+    return True

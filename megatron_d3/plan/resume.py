@@ -43,9 +43,9 @@ _ADVICE = {
     "tokenizer": "use the old one",
     "domains": "name the same domains",
     "domain order": "list the domains in the old order",
-    "fingerprint": "the corpus itself changed: restore its files",
-    "num_samples": "the corpus itself changed: restore its files",
-    "num_tokens": "the corpus itself changed: restore its files",
+    "fingerprint": "its files, order, valid_fraction or valid_paths changed: restore them",
+    "num_samples": "its files, valid_fraction or valid_paths changed: restore them",
+    "num_tokens": "its files, valid_fraction or valid_paths changed: restore them",
     "versions": "use the Megatron-D3 that wrote the plan",
     "read_ahead_steps": "losses would take effect at other steps: keep d3.read_ahead_steps null or "
                         "at the old value, and where the DataLoader needs more, use fewer "
@@ -99,6 +99,9 @@ def resume(
     kept = reader.plan.before(checkpoint.iteration)
     header = header.following(kept.generations[-1].header)
     decider = make_decider(header, kept.table_with(header)[1])
+    # A start that failed before its first round left nothing that a change could harm.
+    is_fork = is_fork or (
+        checkpoint.iteration == first.iteration and last_line(directory / ROUNDS) is None)
     changes = _allowed(directory, kept.generations[-1], header, decider, make_decider, is_fork)
     _check_total(directory, header, checkpoint)
     if checkpoint.iteration == first.iteration:
@@ -222,7 +225,7 @@ def _describe(old: Generation, new: Generation, changes: Sequence[Difference]) -
     started = [domain.name for domain, i in zip(new.header.domains, new.domain_ids, strict=True)
                if i >= len(old.cursors)]
     left = [domain.name for domain, i in zip(old.header.domains, old.domain_ids, strict=True)
-            if i not in new.domain_ids]
+            if i not in new.domain_ids and domain.name not in new.header.names]
     if started:
         lines.append(f"d3 plan: new or changed domains, from their first sample: {', '.join(started)}")
     if left:

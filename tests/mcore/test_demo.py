@@ -31,7 +31,8 @@ def write_recipe(folder: Path) -> Path:
     (folder / "model.args").write_text(MODEL)
     for run in RUNS:
         text = (RECIPE / f"{run}.yaml").read_text()
-        (folder / f"{run}.yaml").write_text(text.replace("[160,", "[6,"))
+        (folder / f"{run}.yaml").write_text(
+            text.replace("[160,", "[6,").replace("warmup_steps: 16", "warmup_steps: 4"))
     return folder
 
 
@@ -50,8 +51,8 @@ def again(folder: Path, *more: str, recipe: Path | None = None) -> int:
 
 
 def test_the_recipes_runs_differ_in_their_mixture_only() -> None:
-    uniform, shift = (load_config(RECIPE / f"{run}.yaml") for run in RUNS)
-    assert uniform.domains == shift.domains
+    uniform, shift, odm = (load_config(RECIPE / f"{run}.yaml") for run in RUNS)
+    assert uniform.domains == shift.domains == odm.domains
     steps = [step for step, _ in shift.mix.params.knots]
     flags = demo_runs._flags(RECIPE / "model.args")
     value = {flag: flags[flags.index(flag) + 1] for flag in
@@ -59,7 +60,7 @@ def test_the_recipes_runs_differ_in_their_mixture_only() -> None:
     assert steps == [0, int(value["--train-samples"]) // int(value["--global-batch-size"]) // 2]
 
 
-def test_both_runs_train_on_equal_tokens_and_their_own_mixture(finished: Path) -> None:
+def test_all_runs_train_on_equal_tokens_and_their_own_mixture(finished: Path) -> None:
     weights = []
     for run in RUNS:
         reader = PlanReader(finished / run / "d3")
@@ -71,6 +72,8 @@ def test_both_runs_train_on_equal_tokens_and_their_own_mixture(finished: Path) -
         assert (finished / run / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert len(weights[0]) == 1 and len(weights[1]) == 2
     assert weights[1][0]["prose"] == weights[1][1]["python"] == pytest.approx(4 / 13)
+    assert len(weights[2]) > 4  # uniform in the warm-up, then another at each step
+    assert weights[2][0] == weights[0][0]
 
 
 def test_the_result_is_printed_and_drawn_again_without_training(

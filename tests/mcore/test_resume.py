@@ -191,3 +191,45 @@ def test_a_stock_checkpoint_is_adopted_by_a_fork_only(
     adopted.require_success()
     assert [row["positions"][0] for row in adopted.steps()] == [16, 24]
     assert flat(adopted.samples()) == expected_samples(config, tmp_path / "d3")
+
+
+def test_an_evaluation_of_an_old_checkpoint_leaves_the_plan_alone(
+    launcher: Launcher, whole: tuple[Path, Path, Run], tmp_path: Path
+) -> None:
+    config = whole[0]
+    launcher.run(tmp_path / "a", arguments(config, tmp_path), world_size=2).require_success()
+    before = plan_bytes(tmp_path / "d3")
+    evaluated = launcher.run(
+        tmp_path / "b", arguments(config, tmp_path, "--ckpt-step", "2", "--skip-train"),
+        world_size=2).require_success()
+    assert "d3 validation at iteration 2 | loss web" in evaluated.output
+    assert plan_bytes(tmp_path / "d3") == before
+    assert not list((tmp_path / "d3").glob("abandoned-*"))
+
+
+def test_a_refused_branch_leaves_no_copy_of_the_plan(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    config = write_config(corpora / "branch.yaml")
+    old, new = tmp_path / "old", tmp_path / "new"
+    launcher.run(
+        tmp_path / "a", flags(config, old, steps=2, save_interval=2)).require_success()
+    branch = [*flags(config, new, steps=4), "--load", str(old)]
+    refused = launcher.run(tmp_path / "b", [*branch, "--d3-set", "seed=7"])
+    assert refused.codes == [1]
+    assert not (new / "d3").exists()
+    launcher.run(tmp_path / "c", branch).require_success()
+    assert (new / "d3/ledger.jsonl").read_bytes().startswith(
+        (old / "d3/ledger.jsonl").read_bytes())
+
+
+def test_a_run_that_its_caps_end_at_once_says_so_and_can_be_corrected(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    config = write_config(corpora / "at_once.yaml")
+    arguments_ = flags(config, tmp_path, steps=2)
+    ended = launcher.run(tmp_path / "a", [
+        *arguments_, "--d3-set", "mix.max_epochs=0.01", "--d3-set", "mix.exhausted=stop"])
+    assert ended.codes == [0]
+    assert "the plan ends at position 0" in ended.output
+    launcher.run(tmp_path / "b", arguments_).require_success()

@@ -38,8 +38,8 @@ def read(**changes: object) -> RunArgs:
     known = defaultdict(lambda: None, {
         "save": "new", "load": "old", "finetune": False, "d3_plan_dir": None, "d3_set": (),
         "d3_plugin": (), "train_samples": 9, "global_batch_size": 4, "num_workers": 0,
-        "micro_batch_size": 2, "data_parallel_size": 1, "full_validation": True,
-        "iterations_to_skip": ()} | changes)
+        "micro_batch_size": 2, "data_parallel_size": 1, "eval_iters": 1,
+        "eval_global_batch_size": 4, "iterations_to_skip": ()} | changes)
 
     class Arguments(argparse.Namespace):
         def __getattr__(self, name: str) -> object:
@@ -165,6 +165,10 @@ def test_device_variable_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_D3_DEVICE", "gpu")
     with pytest.raises(ConfigError, match="MEGATRON_D3_DEVICE: got 'gpu', expected cpu or cuda"):
         cpu.wanted()
+    monkeypatch.setenv("MEGATRON_D3_DEVICE", "cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="PyTorch finds no CUDA device here; use cpu"):
+            cpu.wanted()
 
 
 class TestSamples:
@@ -228,7 +232,7 @@ class TestSamples:
 
         assert take_turns([1, 3, 0, 2], 8).tolist() == [
             [0, 0], [1, 0], [3, 0], [1, 1], [3, 1], [1, 2], [0, 0], [1, 0]]
-        assert take_turns([1, 3], None).tolist() == [[0, 0], [1, 0], [1, 1], [1, 2]]
+        assert take_turns([1, 3], 4).tolist() == [[0, 0], [1, 0], [1, 1], [1, 2]]
         assert take_turns([5, 5], 3).tolist() == [[0, 0], [1, 0], [0, 1]]
 
     def test_a_planned_dataset_survives_pickling(self, tmp_path: Path) -> None:
