@@ -222,8 +222,8 @@ _NO_PLAN: tuple[_Refusal, ...] = (
     ("multiple_validation_sets", False, "--multiple-validation-sets",
      "every evaluation reports each domain by itself"),
     ("full_validation", False, "--full-validation",
-     "Megatron 0.19 fails in its first evaluation; set --eval-iters to cover the held-out samples, "
-     "which --d3-dry-run counts"),
+     ("Megatron 0.19 fails in its first evaluation; set --eval-iters to cover the held-out "
+      "samples, which --d3-dry-run counts")),
     ("rampup_batch_size", None, "--rampup-batch-size",
      "this Megatron ignores it; use --step-batch-size-schedule"),
     ("decrease_batch_size_if_needed", False, "--decrease-batch-size-if-needed",
