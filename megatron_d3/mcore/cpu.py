@@ -21,6 +21,7 @@ import time
 from typing import Any, Self
 
 import torch
+import torch.utils.data
 from torch.overrides import TorchFunctionMode
 
 from megatron_d3.errors import ConfigError
@@ -62,6 +63,7 @@ def enable() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _replace_cuda_functions()
     _replace_tensor_methods()
+    _keep_dropout_from_data_loaders()
     # One generator plays both parts here, so Megatron's RNG tracker would warn at every fork.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage())
@@ -226,3 +228,21 @@ def _replace_tensor_methods() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _keep_dropout_from_data_loaders() -> None:
+    """Let a DataLoader draw its seed without moving the generator that dropout uses.
+
+    On a GPU dropout has a generator of its own. Here it shares the CPU's, from which every new
+    DataLoader iterator draws: a resumed run, which makes its iterator after the checkpoint's state
+    was restored, would then drop other values than the run that was not interrupted.
+    """
+    stock_iter = torch.utils.data.DataLoader.__iter__
+
+    def data_loader_iter(self: Any) -> Any:
+        state = torch.get_rng_state()
+        iterator = stock_iter(self)
+        torch.set_rng_state(state)
+        return iterator
+
+    torch.utils.data.DataLoader.__iter__ = data_loader_iter  # type: ignore[method-assign]

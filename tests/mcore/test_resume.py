@@ -80,6 +80,25 @@ def test_killed_at_any_step_the_run_continues_bit_for_bit(
     require_same(tmp_path, whole, resumed, checkpoint + 1)
 
 
+@pytest.mark.parametrize("layout", [[], ["--tensor-model-parallel-size", "2"]])
+def test_dropout_continues_where_it_was(
+    launcher: Launcher, corpora: Path, tmp_path: Path, layout: list[str]
+) -> None:
+    config = write_config(corpora / "dropout.yaml")
+    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", *layout]
+    whole_run = launcher.run(
+        tmp_path / "a", arguments(config, tmp_path / "whole", *dropout), world_size=2)
+    launcher.run(
+        tmp_path / "b", arguments(config, tmp_path / "cut", *dropout, "--exit-interval", "2"),
+        world_size=2).require_success()
+    resumed = launcher.run(
+        tmp_path / "c", arguments(config, tmp_path / "cut", *dropout), world_size=2)
+    assert resumed.require_success().losses() == whole_run.require_success().losses()[2:]
+    plain = launcher.run(
+        tmp_path / "d", arguments(config, tmp_path / "plain", *layout), world_size=2)
+    assert plain.losses()[0] != whole_run.losses()[0]  # dropout was on
+
+
 def test_an_older_checkpoint_sets_the_later_plan_aside(
     launcher: Launcher, whole: tuple[Path, Path, Run], tmp_path: Path
 ) -> None:
