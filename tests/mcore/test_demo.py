@@ -32,7 +32,7 @@ def write_recipe(folder: Path) -> Path:
     for run in RUNS:
         text = (RECIPE / f"{run}.yaml").read_text()
         (folder / f"{run}.yaml").write_text(
-            text.replace("[160,", "[6,").replace("warmup_steps: 16", "warmup_steps: 4"))
+            text.replace("[160,", "[6,"))
     return folder
 
 
@@ -72,8 +72,11 @@ def test_all_runs_train_on_equal_tokens_and_their_own_mixture(finished: Path) ->
         assert (finished / run / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert len(weights[0]) == 1 and len(weights[1]) == 2
     assert weights[1][0]["prose"] == weights[1][1]["python"] == pytest.approx(4 / 13)
-    assert len(weights[2]) > 4  # uniform in the warm-up, then another at each step
-    assert weights[2][0] == weights[0][0]
+    # ODM explores uniformly while t <= K ln K, here 13.6 steps; tests/mcore/test_online.py goes on.
+    assert weights[2] == weights[0]
+    mixers = [PlanReader(finished / run / "d3").plan.generations[0].header.config["mix"]["type"]
+              for run in RUNS]
+    assert mixers == ["static", "schedule", "odm"]
 
 
 def test_the_result_is_printed_and_drawn_again_without_training(
