@@ -17,7 +17,6 @@ from tests.mcore.plans import (
     flags,
     flat,
     ledger,
-    make_corpora,
     ordinals,
     plan_bytes,
     write_config,
@@ -44,13 +43,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2-pp2": (4, [*TP2, *PP2]),
     "pp2-interleaved": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
 }
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpora")
-    make_corpora(folder)
-    return folder
 
 
 def train(

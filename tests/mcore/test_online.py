@@ -19,7 +19,6 @@ from tests.mcore.plans import (
     flags,
     flat,
     ledger,
-    make_corpora,
     plan_bytes,
     write_config,
 )
@@ -31,13 +30,6 @@ WEIGHTS = {"web": 0.6, "code": 0.3, "wiki": 0.1}
 # A warm-up of 2 steps and a read-ahead of 1: kills fall into both, and between rounds of 2 steps.
 ODM_MIX = {"type": "odm", "warmup_steps": 2, "weights": WEIGHTS, "max_epochs": 4}
 EXTRA = {"read_ahead_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpora")
-    make_corpora(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from tests.mcore.plans import (
     flags,
     flat,
     ledger,
-    make_corpora,
     ordinals,
     plan_bytes,
     write_config,
@@ -37,13 +36,6 @@ LAYOUTS = {
     "pp2-interleaved": (2, ["--pipeline-model-parallel-size", "2", "--num-layers", "4",
                             "--num-virtual-stages-per-pipeline-rank", "2"]),
 }
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpora")
-    make_corpora(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

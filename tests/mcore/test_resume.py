@@ -13,7 +13,6 @@ from tests.mcore.plans import (
     expected_samples,
     flags,
     flat,
-    make_corpora,
     ordinals,
     plan_bytes,
     write_config,
@@ -26,13 +25,6 @@ SCHEDULE = {"type": "schedule", "interpolation": "cosine", "max_epochs": {"wiki"
             "knots": [[0, {"web": 0.8, "code": 0.1, "wiki": 0.1}],
                       [4, {"web": 0.1, "code": 0.4, "wiki": 0.5}]]}
 KILLED = -9
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpora")
-    make_corpora(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
