@@ -1,130 +1,247 @@
-"""One small model on the demo corpus under every mixer, equal tokens, several seeds.
+"""One small model on the demo corpus under every mixer: equal tokens, several seeds, held-out loss.
 
-Prints the mean over the domains and the worst domain of the last held-out loss, each with its mean
-and its standard deviation over the seeds. Runs that are finished are reused: the script may be
-interrupted and started again, or be given more seeds.
+    python -m benchmarks.mixers.study --out runs/mixers                # about 25 minutes of one core
+    python -m benchmarks.mixers.study --out runs/mixers --report       # the tables again
 
-    python -m benchmarks.mixers.study --out runs/mixers --seeds 1 2 3 --steps 320
-    python -m benchmarks.mixers.study --out runs/mixers --doremi runs/doremi/weights.json
+Each cell, a mixer and a seed, is one training run; a finished one is a line of OUT/results.jsonl and
+is never run again, so the script may be stopped and started, and be given more seeds. A seed's cells
+share the model's first weights; all cells are evaluated on the same samples.
 
-The reference losses of `reference_loss` are the last held-out losses of the uniform run of the same
-seed. It, and the weights of DoReMi, cost runs that the others do not need.
+Two cells need another one of their seed: `reference_loss` takes the last held-out losses of
+`uniform`, and `doremi` the weights of a proxy (a cell of its own, not in the tables) whose reference
+model is `natural`. That is one more run for the first and two more for the second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks._table import print_machine, print_table
-from megatron_d3.cli.demo_runs import MODEL, RECIPE
-from megatron_d3.cli.torchrun import train
-from megatron_d3.corpus.demo import DemoCorpus, build_demo_corpus
-from megatron_d3.curves import last_held_out, read_curves
+
+MODEL = Path(__file__).with_name("model.args")
+MIXERS = ("uniform", "natural", "odm official", "odm paper", "ado", "reference_loss", "doremi")
+PROXY = "doremi proxy"
+NEEDS = {"reference_loss": "uniform", PROXY: "natural", "doremi": PROXY}
+
+type Cell = tuple[str, int]  # mixer, seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--only", nargs="+", metavar="MIXER", help="of the table's first column")
-    parser.add_argument("--doremi", type=Path, metavar="WEIGHTS.json")
-    parser.add_argument("--max-bytes-per-domain", type=int, default=5_000_000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the corpus, the runs and the results")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--steps", type=int, default=400, help="of every run (default 400)")
+    add("--only", nargs="+", choices=MIXERS, default=MIXERS, metavar="MIXER")
+    add("--jobs", type=int, default=1, help="runs at a time, one thread each (default 1)")
+    add("--max-mb-per-domain", type=float, default=20.0)
+    add("--eval-iters", type=int, default=56, help="held-out batches of 16 samples (default 56)")
+    add("--report", action="store_true", help="print the tables of what is finished, run nothing")
     options = parser.parse_args()
     print_machine()
-    corpus = build_demo_corpus(
-        options.out / "corpus", max_bytes_per_domain=options.max_bytes_per_domain, vocab_size=4096)
-    results: dict[str, list[np.ndarray]] = {}
-    for seed in options.seeds:
-        for name, mix in mixers(options, seed).items():
-            if options.only and name not in ("uniform", *options.only):
-                continue
-            run_one(options, corpus, name, mix, seed)
-            results.setdefault(name, []).append(held_out(options.out, name, seed))
-    report(results, [domain.name for domain in corpus.domains])
+    os.environ |= {"OMP_NUM_THREADS": "1", "MEGATRON_D3_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    study = Study.prepare(options)
+    if not options.report:
+        study.run(cells(options.only, options.seeds), options.jobs)
+    report(study.results, [name for name in MIXERS if name in options.only], options.seeds)
 
 
-def mixers(options: argparse.Namespace, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the entry `mix` of each run; a warm-up of a twentieth of it where there is one."""
-    warmup, reference = options.steps // 20, folder(options.out, "uniform", seed) / "held_out.json"
-    found: dict[str, dict[str, Any]] = {
-        "uniform": {"type": "static"},
-        "natural": {"type": "natural"},
-        "odm official": {"type": "odm", "smoothing": 0.9, "warmup_steps": warmup},
-        "odm paper": {"type": "odm", "variant": "paper", "warmup_steps": warmup},
-        "ado": {"type": "ado", "ignore_steps": warmup, "start_step": 2 * warmup,
-                "fit_steps": warmup},
-        "reference_loss": {"type": "reference_loss", "losses": str(reference.absolute()),
-                           "update_steps": 2 * warmup},
-    }
-    if options.doremi is not None:
-        found["doremi"] = {"type": "static", "weights": str(options.doremi.absolute())}
-    return found
+def cells(mixers: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+    """Return all cells that are needed, each after the one that it needs."""
+    found: dict[Cell, None] = {}
+    for seed in seeds:
+        for name in mixers:
+            chain = [name]
+            while chain[-1] in NEEDS:
+                chain.append(NEEDS[chain[-1]])
+            found |= dict.fromkeys((link, seed) for link in reversed(chain))
+    return list(found)
 
 
-def folder(out: Path, name: str, seed: int) -> Path:
-    return out / f"{name.replace(' ', '-')}-{seed}"
+@dataclass
+class Study:
+    """A folder of finished and unfinished cells.
+
+    Attributes:
+        out: the folder.
+        steps: of every run.
+        flags: Megatron's flags that all runs share.
+        domains: the corpus, as in a `--d3-config`.
+        results: a row for each finished cell.
+    """
+
+    out: Path
+    steps: int
+    flags: list[str]
+    domains: dict[str, Any]
+    results: dict[Cell, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(cls, options: argparse.Namespace) -> Study:
+        """Build the corpus or find it; read what is finished; refuse another recipe's folder."""
+        from megatron_d3.corpus.demo import build_demo_corpus
+
+        out = options.out.absolute()
+        corpus = build_demo_corpus(
+            out / "corpus", max_bytes_per_domain=int(options.max_mb_per_domain * 1e6),
+            vocab_size=1024)
+        domains = {
+            d.name: {"paths": [str(out / "corpus" / d.train.prefix)],
+                     "valid_paths": [str(out / "corpus" / d.valid.prefix)]} for d in corpus.domains}
+        model = shlex.split(MODEL.read_text(encoding="utf-8"), comments=True)
+        batch = int(model[model.index("--global-batch-size") + 1])
+        steps = options.steps
+        flags = [
+            *model, "--train-samples", str(steps * batch), "--lr-warmup-samples",
+            str(steps * batch // 20), "--eval-interval", str(2 * steps), "--save-interval", str(steps),
+            "--eval-iters", str(options.eval_iters), "--tokenizer-type", "SentencePieceTokenizer",
+            "--tokenizer-model", str(corpus.tokenizer_model)]
+        recipe = json.dumps({"flags": flags, "corpus": [d.train.hash for d in corpus.domains]})
+        path = out / "recipe.json"
+        if path.exists() and path.read_text() != recipe:
+            raise SystemExit(f"{path}: these runs were made from another recipe or corpus; give "
+                             "another --out")
+        path.write_text(recipe)
+        study = cls(out, steps, flags, domains)
+        if (out / "results.jsonl").exists():
+            for line in (out / "results.jsonl").read_text().splitlines():
+                row = json.loads(line)
+                study.results[row["mixer"], row["seed"]] = row
+        return study
+
+    def run(self, wanted: Sequence[Cell], jobs: int) -> None:
+        """Run what is not finished, as many at a time as there are jobs."""
+        todo = [cell for cell in wanted if cell not in self.results]
+        if not todo:
+            return
+        from benchmarks import _forked
+
+        _forked.import_megatron()
+        running: dict[int, tuple[Cell, float]] = {}
+        while todo or running:
+            ready = [(name, seed) for name, seed in todo
+                     if name not in NEEDS or (NEEDS[name], seed) in self.results]
+            for cell in ready[:jobs - len(running)]:
+                todo.remove(cell)
+                running[_forked.start(self.arguments(cell), log=self.log(cell))] = (
+                    cell, time.monotonic())
+            pid, status, usage = os.wait4(-1, 0)
+            cell, started_at = running.pop(pid)
+            if status:
+                raise SystemExit(f"{cell} failed; see {self.log(cell)}")
+            self.finish(cell, usage.ru_utime + usage.ru_stime)
+            print(f"{cell[0]}, seed {cell[1]}: {time.monotonic() - started_at:.0f} s, "
+                  f"{len(todo) + len(running)} left", file=sys.stderr, flush=True)
+
+    def save(self, cell: Cell) -> Path:
+        return self.out / f"{cell[0].replace(' ', '-')}-{cell[1]}"
+
+    def log(self, cell: Cell) -> Path:
+        return self.save(cell).with_suffix(".log")
+
+    def arguments(self, cell: Cell) -> list[str]:
+        """Write the cell's configuration and return the flags of its run."""
+        save = self.save(cell)
+        config = save.with_suffix(".yaml")
+        config.write_text(json.dumps({"domains": self.domains, "mix": self.mix(cell)}, indent=1))
+        return [*self.flags, "--seed", str(cell[1]), "--save", str(save), "--load", str(save),
+                "--d3-config", str(config)]
+
+    def mix(self, cell: Cell) -> dict[str, Any]:
+        """Return the entry `mix`; a warm-up of a twentieth of the run where there is one."""
+        name, seed = cell
+        warmup = self.steps // 20
+        if name == "reference_loss":
+            losses = self.results["uniform", seed]["loss"]
+            return {"type": name, "losses": losses, "update_steps": warmup}
+        if name == "doremi":
+            return {"type": "static", "weights": self.results[PROXY, seed]["alpha_mean"]}
+        return {
+            "uniform": {"type": "static"},
+            "natural": {"type": "natural"},
+            "odm official": {"type": "odm", "smoothing": 0.9, "warmup_steps": warmup},
+            "odm paper": {"type": "odm", "variant": "paper", "warmup_steps": warmup},
+            "ado": {"type": "ado", "ignore_steps": warmup, "start_step": 2 * warmup,
+                    "fit_steps": warmup},
+            PROXY: {"type": "doremi", "reference": str(self.save(("natural", seed)))},
+        }[name]
+
+    def finish(self, cell: Cell, processor_seconds: float) -> None:
+        """Read what the cell came to from its plan, and note it."""
+        from megatron_d3.cli.doremi_result import read_proxy
+        from megatron_d3.curves import last_held_out, read_curves
+
+        last = last_held_out([read_curves(self.save(cell) / "d3", name=cell[0])])
+        row = {
+            "mixer": cell[0], "seed": cell[1], "steps": self.steps,
+            "processor_seconds": round(processor_seconds, 1),
+            "loss": dict(zip(last.domains, last.losses[:, 0].tolist(), strict=True)),
+            "share": dict(zip(last.domains, last.shares[:, 0].tolist(), strict=True))}
+        if cell[0] == PROXY:
+            found = read_proxy(self.save(cell) / "d3")
+            row["alpha_mean"] = dict(zip(found.names, found.mean.tolist(), strict=True))
+        with (self.out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        self.results[cell] = row
 
 
-def run_one(
-    options: argparse.Namespace, corpus: DemoCorpus, name: str, mix: dict[str, Any], seed: int
+def report(
+    results: dict[Cell, dict[str, Any]], mixers: Sequence[str], seeds: Sequence[int]
 ) -> None:
-    """Train a run unless it is finished, and note its last held-out losses."""
-    save = folder(options.out, name, seed)
-    if (save / "held_out.json").exists():
-        return
-    save.mkdir(parents=True, exist_ok=True)
-    domains = {
-        domain.name: {"paths": [str((options.out / "corpus" / domain.name).absolute())],
-                      "valid_paths": [str((options.out / "corpus" / f"{domain.name}_valid")
-                                          .absolute())]}
-        for domain in corpus.domains}
-    (save / "run.yaml").write_text(json.dumps({"domains": domains, "mix": mix}))
-    model = shlex.split((RECIPE / MODEL).read_text(), comments=True)
-    batch = int(model[model.index("--global-batch-size") + 1])
-    num_samples = str(options.steps * batch)
-    print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-    train(
-        [*model, "--train-samples", num_samples, "--seed", str(seed), "--eval-interval",
-         str(options.steps), "--save-interval", str(options.steps), "--tokenizer-type",
-         "SentencePieceTokenizer", "--tokenizer-model", str(corpus.tokenizer_model), "--save",
-         str(save), "--load", str(save), "--d3-config", str(save / "run.yaml")],
-        log=save / "log", num_processes=1)
-    last = last_held_out([read_curves(save / "d3", name=name)])
-    losses = dict(zip(last.domains, last.losses[:, 0].tolist(), strict=True))
-    shares = dict(zip(last.domains, last.shares[:, 0].tolist(), strict=True))
-    (save / "held_out.json").write_text(json.dumps({"loss": losses, "share": shares}))
-
-
-def held_out(out: Path, name: str, seed: int) -> np.ndarray:
-    """Return (2, K): losses and shares."""
-    found = json.loads((folder(out, name, seed) / "held_out.json").read_text())
-    return np.array([list(found["loss"].values()), list(found["share"].values())])
-
-
-def report(results: dict[str, list[np.ndarray]], domains: list[str]) -> None:
-    def spread(values: np.ndarray) -> str:
-        deviation = f" +- {values.std(ddof=1):.3f}" if len(values) > 1 else ""
-        return f"{values.mean():.3f}{deviation}"
-
-    rows, shares = [], []
-    for name, runs in results.items():
-        losses = np.array([run[0] for run in runs])  # (seeds, K)
-        worst = domains[int(losses.mean(axis=0).argmax())]
-        rows.append((name, len(runs), spread(losses.mean(axis=1)), spread(losses.max(axis=1)), worst))
-        mean = np.array([run[1] for run in runs]).mean(axis=0)
-        shares.append((name, *(f"{share:.3f}" for share in mean)))
-    print("held-out loss, nats per token, mean and standard deviation over the seeds")
-    print_table(("mixer", "seeds", "mean of domains", "worst domain", "which"), rows)
-    print("realised shares")
+    """Print a table of losses and one of shares, over the seeds that are finished."""
+    rows, by_domain, shares = [], [], []
+    domains: list[str] = []
+    for name in mixers:
+        done = [seed for seed in seeds if (name, seed) in results]
+        if not done:
+            continue
+        domains = list(results[name, done[0]]["loss"])
+        losses = values(results, name, done, "loss")  # (seeds, K)
+        mean = losses.mean(axis=1)  # (seeds,)
+        paired = [seed for seed in done if ("uniform", seed) in results]
+        against = spread(mean[[done.index(seed) for seed in paired]]
+                         - values(results, "uniform", paired, "loss").mean(axis=1)
+                         ) if paired and name != "uniform" else ""
+        rows.append((name, len(done), spread(mean), against, spread(losses.max(axis=1)),
+                     domains[int(losses.mean(axis=0).argmax())]))
+        by_domain.append((name, *(f"{loss:.3f}" for loss in losses.mean(axis=0))))
+        share = values(results, name, done, "share").mean(axis=0)
+        shares.append((name, *(f"{x:.3f}" for x in share)))
+    print("held-out loss, nats per token: mean +- standard deviation over the seeds")
+    print_table(
+        ("mixer", "seeds", "mean of domains", "less uniform's, by seed", "worst domain", "which"),
+        rows)
+    print("held-out loss by domain, mean over the seeds")
+    print_table(("mixer", *domains), by_domain)
+    print("shares of the training samples, mean over the seeds")
     print_table(("mixer", *domains), shares)
+    seconds = sum(row["processor_seconds"] for row in results.values())
+    print(f"{len(results)} runs, {seconds / 60:.1f} minutes of one core")
+
+
+def values(
+    results: dict[Cell, dict[str, Any]], name: str, seeds: Sequence[int], key: str
+) -> np.ndarray:
+    """Return (seeds, K)."""
+    return np.array([list(results[name, seed][key].values()) for seed in seeds])
+
+
+def spread(numbers: np.ndarray) -> str:
+    """Return mean and standard deviation of (seeds,)."""
+    deviation = f" +- {numbers.std(ddof=1):.3f}" if len(numbers) > 1 else ""
+    return f"{numbers.mean():.3f}{deviation}"
 
 
 if __name__ == "__main__":
