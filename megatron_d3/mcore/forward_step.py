@@ -90,9 +90,14 @@ class ForwardStep:
 
 
 def get_batch(
-    data_iterator: Iterator[Batch], vp_stage: int | None
+    data_iterator: Iterator[Batch], vp_stage: int | None, *, micro_batch_size: int | None = None
 ) -> tuple[Batch, torch.Tensor | None]:
     """Read a micro-batch on tensor-parallel rank 0 and share it as Megatron does.
+
+    Args:
+        data_iterator: yields micro-batches on the ranks that read.
+        vp_stage: the virtual pipeline stage that asks, if any.
+        micro_batch_size: samples that the iterator yields at a time; None for Megatron's.
 
     Returns:
         The batch, and domain and position of each sample, (micro_batch_size, 2) int64, where this
@@ -123,7 +128,7 @@ def get_batch(
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=micro_batch_size or args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=False,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

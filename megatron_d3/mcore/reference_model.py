@@ -12,17 +12,14 @@ than the model that trains; layout and precision are the run's.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core import dist_checkpointing, mpu, tensor_parallel
+from megatron.core import dist_checkpointing, mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
@@ -30,6 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from megatron_d3.errors import ConfigError
 from megatron_d3.mcore.args import tokenizer_name
 from megatron_d3.mcore.model import model_config
+from megatron_d3.mcore.rng import untouched_rng
 
 WHERE = "d3.mix.reference"
 
@@ -66,40 +64,42 @@ class ReferenceCheckpoint:
     Attributes:
         folder: the `iter_*` folder.
         args: Megatron's arguments of the run that saved it.
+        where: what asked for it, the first word of errors.
     """
 
     folder: Path
     args: argparse.Namespace
+    where: str = WHERE
 
 
-def find_checkpoint(folder: Path) -> ReferenceCheckpoint:
+def find_checkpoint(folder: Path, *, where: str = WHERE) -> ReferenceCheckpoint:
     """Look a checkpoint up and read its arguments, without any process group.
 
     Args:
         folder: an `iter_*` folder.
+        where: what asks for it, the first word of errors.
 
     Raises:
         ConfigError: there is none, or not in the format `torch_dist`.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise ConfigError(
-            f"{WHERE}: no checkpoint in {folder}; expected the --save folder of the reference's run, "
+            f"{where}: no checkpoint in {folder}; expected the --save folder of its run, "
             "saved with --ckpt-format torch_dist")
     stored = dist_checkpointing.load_common_state_dict(str(folder))
     if stored.get("args") is None:
-        raise ConfigError(f"{WHERE}: the checkpoint {folder} does not hold its run's arguments")
-    return ReferenceCheckpoint(folder, stored["args"])
+        raise ConfigError(f"{where}: the checkpoint {folder} does not hold its run's arguments")
+    return ReferenceCheckpoint(folder, stored["args"], where)
 
 
 def require_same_text(checkpoint: ReferenceCheckpoint, args: argparse.Namespace) -> None:
     """Check that the reference's token losses can be compared with this run's, token by token.
 
     Raises:
-        ConfigError: another tokenizer, vocabulary or sequence length, or a model that cannot serve
-            as a reference under this layout.
+        ConfigError: another tokenizer, vocabulary or sequence length, or as `require_layout`.
     """
     theirs = checkpoint.args
-    where = f"{WHERE}: {checkpoint.folder} was trained with"
+    where = f"{checkpoint.where}: {checkpoint.folder} was trained with"
     if tokenizer_name(theirs) != tokenizer_name(args):
         raise ConfigError(
             f"{where} tokenizer {tokenizer_name(theirs)} (type:file:padded vocabulary), this run has "
@@ -108,6 +108,17 @@ def require_same_text(checkpoint: ReferenceCheckpoint, args: argparse.Namespace)
         raise ConfigError(
             f"{where} --seq-length {theirs.seq_length}, this run has {args.seq_length}; train the "
             "reference with this one")
+    require_layout(checkpoint, args)
+
+
+def require_layout(checkpoint: ReferenceCheckpoint, args: argparse.Namespace) -> None:
+    """Check that the model can be built under this run's layout.
+
+    Raises:
+        ConfigError: not a dense GPT, or layers or heads that do not divide.
+    """
+    theirs = checkpoint.args
+    where = f"{checkpoint.where}: {checkpoint.folder} was trained with"
     unfit = [name for name in _NOT_DENSE if getattr(theirs, name, None)]
     if unfit:
         raise ConfigError(f"{where} {', '.join(unfit)}: only dense GPT models can be references yet")
@@ -152,13 +163,13 @@ class ReferenceModel:
     """
 
     def __init__(self, checkpoint: ReferenceCheckpoint, args: argparse.Namespace) -> None:
-        with _untouched_rng():
+        with untouched_rng():
             config = model_config(reference_args(checkpoint, args))
             builder = config.get_builder_cls()(config)
             self._chunks: list[Any] = builder.build_distributed_models(
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False,
                 data_parallel_random_init=False)
-        _load(unwrap_model(self._chunks), checkpoint.folder)
+        _load(unwrap_model(self._chunks), checkpoint)
         for chunk in self._chunks:
             chunk.requires_grad_(False)
             chunk.eval()
@@ -170,7 +181,8 @@ class ReferenceModel:
         return len(self._chunks)
 
     def token_losses(
-        self, iterators: Iterators, num_microbatches: int, get_batch: Callable[..., Any]
+        self, iterators: Iterators, num_microbatches: int, get_batch: Callable[..., Any], *,
+        seq_length: int | None = None,
     ) -> list[torch.Tensor]:
         """Run micro-batches through the pipeline, forward only.
 
@@ -179,6 +191,7 @@ class ReferenceModel:
                 read samples.
             num_microbatches: how many.
             get_batch: `(iterator, vp_stage) -> (batch, origin)`, see `mcore/forward_step.py`.
+            seq_length: S of these micro-batches; None: the run's.
 
         Returns:
             On the last pipeline stage one (B, S) float32 tensor of losses in nats for each
@@ -195,7 +208,7 @@ class ReferenceModel:
         with torch.no_grad():
             kept = get_forward_backward_func()(
                 forward_step_func=forward_step, data_iterator=list(iterators), model=self._chunks,
-                num_microbatches=num_microbatches, seq_length=self._args.seq_length,
+                num_microbatches=num_microbatches, seq_length=seq_length or self._args.seq_length,
                 micro_batch_size=self._args.micro_batch_size,
                 decoder_seq_length=self._args.decoder_seq_length, forward_only=True,
                 collect_non_loss_data=True)
@@ -206,8 +219,9 @@ def _keep(output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
     return output.float()
 
 
-def _load(models: list[Any], folder: Path) -> None:
+def _load(models: list[Any], checkpoint: ReferenceCheckpoint) -> None:
     """Load weights saved under any layout, without optimizer, RNG or counters."""
+    folder = checkpoint.folder
     common = dist_checkpointing.load_common_state_dict(str(folder))
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     metadata = {**metadata, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
@@ -217,22 +231,6 @@ def _load(models: list[Any], folder: Path) -> None:
     try:
         state = dist_checkpointing.load(wanted, str(folder))
     except (dist_checkpointing.core.CheckpointingException, KeyError) as error:
-        raise ConfigError(f"{WHERE}: cannot load {folder}: {error}") from error
+        raise ConfigError(f"{checkpoint.where}: cannot load {folder}: {error}") from error
     for key, model in zip(keys, models, strict=True):
         model.load_state_dict(state[key])
-
-
-@contextlib.contextmanager
-def _untouched_rng() -> Iterator[None]:
-    """Leave every random state as it was: a resumed run must draw what an unbroken one draws."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state(),
-              torch.cuda.get_rng_state(), tracker.get_states())
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        torch.cuda.set_rng_state(states[3])
-        tracker.set_states(states[4])
