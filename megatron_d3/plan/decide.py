@@ -21,6 +21,7 @@ import numpy as np
 from megatron_d3.errors import PlanError
 from megatron_d3.plan.apportion import apportion, multinomial
 from megatron_d3.plan.batch_schedule import BatchSchedule
+from megatron_d3.plan.draft import Draft, Orderer, WindowRule, checked, commit, make_draft
 from megatron_d3.plan.segment import RECORD, Segment, chain_hash
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.types import DomainInfo, MixContext, StepSignals
@@ -72,6 +73,7 @@ class Decider:
         seed: for `sampling: multinomial`.
         sampling: `apportion` keeps counts within about 1 of their share; `multinomial` draws.
         round_steps: global batches filled by one decision.
+        windows: how rounds are put together and ordered; None: each is decided on its own.
     """
 
     domains: Sequence[DomainInfo]
@@ -83,6 +85,12 @@ class Decider:
     seed: int
     sampling: Literal["apportion", "multinomial"] = "apportion"
     round_steps: int = 1
+    windows: WindowRule | None = None
+
+    @property
+    def steps_at_once(self) -> int:
+        """The most global batches that one decision fills."""
+        return self.round_steps if self.windows is None else self.windows.length
 
     @property
     def depends_on_total(self) -> bool:
@@ -113,10 +121,50 @@ class Decider:
         return replace(
             state, iteration=signals.iteration, consumed=signals.consumed, mixer=mixer)
 
+    def round_stop(self, start: int) -> int:
+        """Return where a round that starts at a position ends, `start` at the end of the run."""
+        stop = self.batch_schedule.stop_after(start, self.round_steps)
+        return max(start, min(stop, self.total_samples))
+
+    def draft(self, state: DeciderState) -> Draft | None:
+        """Decide the units of the next window, one after the other, as :meth:`decide` would.
+
+        Returns:
+            The units, which have no order yet; None where :meth:`decide` gives None.
+
+        Raises:
+            PlanError: as :meth:`decide`.
+        """
+        return make_draft(self, state)
+
+    def advance(
+        self, state: DeciderState, orderer: Orderer | None
+    ) -> tuple[DeciderState, list[Segment]] | None:
+        """Fill the next round, or with windows the next window's rounds.
+
+        Args:
+            state: as of now.
+            orderer: finds the order of a window; needed with windows only.
+
+        Returns:
+            The state after it and the segments; None as :meth:`decide`.
+
+        Raises:
+            PlanError: as :meth:`decide`, or the orderer's answer is not a permutation.
+        """
+        if self.windows is None:
+            decided = self.decide(state)
+            return None if decided is None else (decided[0], [decided[1]])
+        draft = self.draft(state)
+        if draft is None:
+            return None
+        assert orderer is not None, "windows need an orderer"
+        return commit(state, draft, checked(orderer(draft), draft))
+
     def decide(
         self, state: DeciderState, *, limit: int | None = None
     ) -> tuple[DeciderState, Segment] | None:
-        """Fill the next round.
+        """Fill the next round, whatever the windows.
 
         Args:
             state: as of now.
@@ -132,7 +180,7 @@ class Decider:
                 are exhausted.
         """
         start = state.position
-        stop = min(self.batch_schedule.stop_after(start, self.round_steps), self.total_samples)
+        stop = self.round_stop(start)
         stop = stop if limit is None else min(stop, limit)
         if stop <= start:
             return None

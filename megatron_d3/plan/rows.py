@@ -7,7 +7,8 @@ finite is `null`. A line without its newline is torn: the process died while wri
     ledger.jsonl  {"iteration":1,"consumed":4,"loss":{"web":[41.5,12]},"skipped":false,"hash":"..."}
     evals.jsonl   {"iteration":1,"split":"valid","loss":{"web":[41.5,12]},"hash":"..."}
 
-With a reference model a row of the ledger also has `"excess":{"web":3.25}`.
+With a reference model a row of the ledger also has `"excess":{"web":3.25}`; with windows a row of
+a round has `"unit":7`.
 
 The hash of a round is its segment's (`segment.chain_hash`); that of the other rows covers the text
 of the row and the hash of the row before, so that a changed, missing or moved row shows.
@@ -43,6 +44,8 @@ class RoundRow:
         stop: position after the last.
         weights: by domain name, where they differ from those of the round before.
         chain: hash over this and all earlier segments.
+        unit: which unit of its window fills the positions; None without windows. The rounds of a
+            window have the same `iteration`.
     """
 
     round: int
@@ -52,6 +55,7 @@ class RoundRow:
     stop: int
     weights: Mapping[str, float] | None
     chain: int
+    unit: int | None = None
 
     @classmethod
     def of(cls, segment: Segment, iteration: int, names: Sequence[str]) -> RoundRow:
@@ -60,13 +64,15 @@ class RoundRow:
         if segment.has_new_weights:
             weights = dict(zip(names, segment.weights.tolist(), strict=True))
         return cls(segment.round, iteration, segment.step, segment.start, segment.stop, weights,
-                   segment.chain)
+                   segment.chain, segment.unit)
 
     def to_line(self) -> bytes:
         """Return the line, newline included."""
         row: dict[str, Any] = {
             "round": self.round, "iteration": self.iteration, "step": self.step,
             "start": self.start, "stop": self.stop}
+        if self.unit is not None:
+            row["unit"] = self.unit
         if self.weights is not None:
             row["weights"] = self.weights
         row["hash"] = f"{self.chain:016x}"
@@ -77,7 +83,7 @@ class RoundRow:
         """Read a line."""
         row = json.loads(line)
         return cls(row["round"], row["iteration"], row["step"], row["start"], row["stop"],
-                   row.get("weights"), int(row["hash"], 16))
+                   row.get("weights"), int(row["hash"], 16), row.get("unit"))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Segment:
         has_new_weights: the weights differ from those of the round before.
         records: (stop - start,) of `RECORD`: domain table id and ordinal of each position.
         chain: 64-bit hash over this segment and all before it.
+        unit: which unit of its window fills the segment; None without windows.
     """
 
     round: int
@@ -37,6 +38,7 @@ class Segment:
     has_new_weights: bool
     records: np.ndarray
     chain: int
+    unit: int | None = None
 
     @property
     def domains(self) -> np.ndarray:

@@ -12,6 +12,19 @@ _SCALARS = ("round", "position", "step", "iteration", "consumed", "decided_at", 
 
 
 @dataclass(frozen=True, eq=False)
+class Pending:
+    """Units that were drawn and have no position yet (windows with `overlap`).
+
+    Attributes:
+        records: (P, G) of `RECORD`, P >= 1 units of G samples, in the order in which they were drawn.
+        weights: (P, K) float64, the weights that each was drawn with.
+    """
+
+    records: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class DeciderState:
     """Everything a decision depends on besides the settings.
 
@@ -23,10 +36,11 @@ class DeciderState:
         consumed: samples consumed by the observed steps.
         decided_at: `iteration` of the last decided round, -1 before the first.
         chain: hash over all segments so far.
-        cursors: (K,) int64, samples drawn of each domain: its next ordinal.
+        cursors: (K,) int64, samples drawn of each domain, pending ones included: its next ordinal.
         carry: (K,) float64, cumulative target minus cumulative count (apportionment).
         weights: (K,) float64 of the last round, NaN before the first.
         mixer: the mixer's named arrays.
+        pending: units that were drawn and not committed, None for none.
     """
 
     round: int
@@ -40,6 +54,7 @@ class DeciderState:
     carry: np.ndarray
     weights: np.ndarray
     mixer: dict[str, np.ndarray]
+    pending: Pending | None = None
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Return the state as named arrays, to be stored or broadcast."""
@@ -48,7 +63,11 @@ class DeciderState:
             for name in _SCALARS
         }
         arrays |= {"cursors": self.cursors, "carry": self.carry, "weights": self.weights}
-        return arrays | {f"mixer.{name}": array for name, array in self.mixer.items()}
+        arrays |= {f"mixer.{name}": array for name, array in self.mixer.items()}
+        if self.pending is not None:
+            arrays["pending.records"] = self.pending.records
+            arrays["pending.weights"] = self.pending.weights
+        return arrays
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> DeciderState:
@@ -57,5 +76,9 @@ class DeciderState:
         prefix = "mixer."
         mixer = {name[len(prefix):]: np.asarray(array)
                  for name, array in arrays.items() if name.startswith(prefix)}
+        pending = None
+        if "pending.records" in arrays:
+            pending = Pending(np.asarray(arrays["pending.records"]),
+                              np.asarray(arrays["pending.weights"]))
         return cls(cursors=np.asarray(arrays["cursors"]), carry=np.asarray(arrays["carry"]),
-                   weights=np.asarray(arrays["weights"]), mixer=mixer, **scalars)
+                   weights=np.asarray(arrays["weights"]), mixer=mixer, pending=pending, **scalars)
