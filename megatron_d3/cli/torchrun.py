@@ -1,7 +1,7 @@
-"""Run `python -m megatron_d3.pretrain` in several processes of this machine, and leave none behind.
+"""Run `python -m megatron_d3.pretrain` in several processes, and leave none behind.
 
 What the processes print goes to a log file. However the run ends (by itself, by an error, by Ctrl-C
-or a signal to this process), every process it started has ended when :func:`train` returns.
+or a signal to this process), every process it started here has ended when :func:`train` returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUM_SHOWN = 15  # lines of a failed run's log
 # torchrun's own words begin with one of these; what the processes said stands before.
 _AGENT_MARKS = ("torch/distributed/elastic", "torch.distributed.elastic", "torch.multiprocessing")
 # How the entry point says why it refuses; the message may go on for some lines.
-_REFUSAL = re.compile(r"megatron_d3\.pretrain: (rank \d+: )?")
+_REFUSAL = re.compile(r"(megatron_d3\.pretrain|megatron-d3 score): (rank \d+: )?")
 _NUM_REFUSAL_LINES = 8
 
 
@@ -57,10 +57,20 @@ def cpu_environment(num_processes: int) -> dict[str, str]:
     return environment
 
 
+def launch_environment(num_processes: int) -> dict[str, str]:
+    """Return the environment of processes on the GPUs, or on the CPU as `mcore/cpu.py` decides."""
+    device = os.environ.get("MEGATRON_D3_DEVICE", "")
+    if not device:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return cpu_environment(num_processes) if device == "cpu" else dict(os.environ)
+
+
 def train(
     arguments: Sequence[str], *, log: Path, num_processes: int,
     environment: Mapping[str, str] | None = None, poll: Callable[[], None] = lambda: None,
-    module: str = "megatron_d3.pretrain",
+    module: str = "megatron_d3.pretrain", launcher: Sequence[str] = (),
 ) -> None:
     """Run `megatron_d3.pretrain ARGUMENTS` through torchrun and wait for it.
 
@@ -71,21 +81,24 @@ def train(
         environment: of the processes; default that of :func:`cpu_environment`.
         poll: called about twice a second while it runs.
         module: what each process runs.
+        launcher: a command that starts `-m MODULE ARGUMENTS` in all processes, on whatever
+            machines, in place of torchrun on this one.
 
     Raises:
         D3Error: it failed; the message holds its last lines and names the log.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP reached this process.
     """
-    flags = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes),
-             "-m", module, *arguments]
+    local = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+             "127.0.0.1", "--nproc-per-node", str(num_processes)]
+    command = [*(launcher or local), "-m", module, *arguments]
     with open(log, "ab") as output:
         start = output.tell()
-        output.write(f"$ torchrun {shlex.join(flags)}\n".encode())
+        output.write(f"$ {shlex.join(command)}\n".encode())
         output.flush()
         with _signals_interrupt():
             agent = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", *flags], stdin=subprocess.DEVNULL,
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
                 env=cpu_environment(num_processes) if environment is None else environment)
             family = _Family(agent)
             try:

@@ -39,11 +39,17 @@ class FakeTraining:
     def __init__(self) -> None:
         self.runs: list[str] = []
         self.arguments: list[list[str]] = []
+        self.launchers: list[list[str]] = []
         self.fail_in: str | None = None
+        self.stop_in: str | None = None
 
-    def __call__(self, arguments: Sequence[str], *, log: Path, module: str = "", **_: Any) -> None:
+    def __call__(
+        self, arguments: Sequence[str], *, log: Path, module: str = "",
+        launcher: Sequence[str] = (), **_: Any,
+    ) -> None:
         config = load_config(value_of(arguments, "--d3-config"))
         self.arguments.append(list(arguments))
+        self.launchers.append(list(launcher))
         if module == "megatron_d3.mcore.store_losses":
             self.runs.append("losses")
             value_of(arguments, "--d3-plan-dir").mkdir()
@@ -57,13 +63,22 @@ class FakeTraining:
         header = plan_header(
             config, domains, seq_length=8, seed=1, tokenizer="t", total_samples=6 * STEPS,
             batch_schedule=BatchSchedule.constant(6))
-        keeper = PlanKeeper.open(save / "d3", header, decider_factory())
-        for step in range(STEPS):
+        trained = ledger_length(save / "d3")
+        keeper = PlanKeeper.open(
+            save / "d3", header, decider_factory(), iteration=trained, consumed=6 * trained)
+        for step in range(trained, 2 if save.name == self.stop_in else STEPS):
             keeper.advance(6 * (step + 1))
+            if keeper.state.position < 6 * (step + 1):  # `exhausted: stop`
+                break
             counts = np.full(3, 16)
             keeper.observe(StepSignals(
                 step + 1, 6 * (step + 1), 3.0 * counts, counts, excess_sums=EXCESS * counts))
         keeper.close()
+
+
+def ledger_length(plan_dir: Path) -> int:
+    path = plan_dir / "ledger.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 @pytest.fixture
@@ -240,3 +255,125 @@ def test_losses_by_hand(
     assert training.arguments[-1] == ["--lr", "1", "--d3-config", config, "--d3-plan-dir", str(out)]
     assert main(["doremi", str(recipe), "more"]) == 1
     assert "what is more?" in capsys.readouterr().err
+
+
+class TestSteps:
+    """Each step as a command of its own, for jobs that depend on each other."""
+
+    def step(self, recipe: Path, *words: str) -> int:
+        return main(["doremi", str(recipe), "--step", *words])
+
+    def test_in_turn_give_what_one_command_gives(
+        self, training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("reference", "proxy", "final"):
+            assert self.step(recipe, name) == 0
+        assert training.runs == ["reference", "proxy", "final"]
+        for name in ("reference", "proxy", "final"):
+            assert self.step(recipe, name) == 0
+        assert main(["doremi", str(recipe)]) == 0
+        assert training.runs == ["reference", "proxy", "final"]
+        assert capsys.readouterr().err.count("finished before, reused") == 6
+
+    def test_of_stored_losses(
+        self, training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write(recipe.parent, proxy={"stored_losses": True})
+        assert self.step(recipe, "reference") == 0
+        assert self.step(recipe, "proxy") == 1
+        assert "run --step losses first" in capsys.readouterr().err
+        for name in ("losses", "losses", "proxy"):
+            assert self.step(recipe, name) == 0
+        assert training.runs == ["reference", "losses", "proxy"]
+
+    @pytest.mark.parametrize(("words", "before"), [
+        (["losses"], "reference"), (["proxy"], "reference"), (["final"], "proxy"),
+        (["reference", "--round", "2"], "proxy"),
+    ])
+    def test_without_the_one_before_is_refused(
+        self, training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str],
+        words: list[str], before: str,
+    ) -> None:
+        write(recipe.parent, proxy={"stored_losses": True})
+        training.fail_in = "reference"  # it began, and has not come to its end
+        main(["doremi", str(recipe)])
+        capsys.readouterr()
+        assert self.step(recipe, *words) == 1
+        folder = recipe.parent / "out" / "round-1"
+        assert (f"--step {words[0]}: the step before it is not finished: {before} of round 1 in "
+                f"{folder}; run --step {before} first") in capsys.readouterr().err
+        assert training.runs == ["reference"]
+
+    def test_of_later_rounds_have_nothing_to_do_once_the_weights_stay(
+        self, training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert self.step(recipe, "reference") == self.step(recipe, "proxy") == 0
+        for number in ("2", "3", "4"):
+            for name in ("reference", "proxy"):
+                assert self.step(recipe, name, "--round", number) == (0 if number < "4" else 1)
+        assert self.step(recipe, "final") == 0
+        assert training.runs == ["reference", "proxy", "reference", "proxy", "final"]
+        errors = capsys.readouterr().err
+        assert errors.count("not needed: the stop rule was met in round 2") == 2
+        content = json.loads((recipe.parent / "out" / "weights.json").read_text())
+        assert content["round"] == 2
+        # An earlier round again leaves the weights of the last alone.
+        assert self.step(recipe, "proxy", "--round", "1") == 0
+        assert json.loads((recipe.parent / "out" / "weights.json").read_text()) == content
+        assert main(["doremi", str(recipe)]) == 1
+        assert "holds 2 rounds; continue them with --iterate" in capsys.readouterr().err
+        assert main(["doremi", str(recipe), "--iterate"]) == 0
+        assert len(training.runs) == 5
+
+    @pytest.mark.parametrize(("words", "message"), [
+        (["--step", "losses"], "doremi.proxy.stored_losses is false"),
+        (["--step", "final"], "the recipe has no `final`"),
+        (["--step", "reference", "--round", "6"], "--round: got 6, doremi.max_rounds is 5"),
+        (["--step", "reference", "--round", "0"], "--round: got 0, expected at least 1"),
+        (["--round", "2"], "--round: got 2, expected at least 1, together with --step"),
+        (["--step", "final", "--round", "2"], "--round: not with --step final"),
+        (["--step", "proxy", "--iterate"], "--iterate: not with --step"),
+    ])
+    def test_that_cannot_be(
+        self, training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str],
+        words: list[str], message: str,
+    ) -> None:
+        write(recipe.parent, final=None)
+        assert main(["doremi", str(recipe), *words]) == 1
+        assert message in capsys.readouterr().err
+        assert not training.runs
+
+    def test_are_started_by_the_launcher(self, training: FakeTraining, recipe: Path) -> None:
+        launcher = "srun torchrun --nnodes 2 --rdzv-endpoint 'node1:1234'"
+        assert self.step(recipe, "reference", "--launcher", launcher) == 0
+        assert training.launchers == [
+            ["srun", "torchrun", "--nnodes", "2", "--rdzv-endpoint", "node1:1234"]]
+
+
+class TestRunsThatStopEarly:
+    """A run may leave without an error before its end: it is not finished then."""
+
+    @pytest.mark.parametrize("name", ["reference", "proxy", "final"])
+    def test_continue_by_the_same_command(
+        self, training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str], name: str
+    ) -> None:
+        training.stop_in = name
+        assert main(["doremi", str(recipe)]) == 75
+        assert training.runs[-1] == name
+        error = capsys.readouterr().err
+        assert "stopped after 12 of 30 samples without an error" in error
+        assert "the same command continues" in error
+        training.stop_in, before = None, len(training.runs)
+        assert main(["doremi", str(recipe)]) == 0
+        every = ["reference", "proxy", "final"]
+        assert training.runs[before:] == every[every.index(name):]
+
+    def test_unless_the_plan_itself_ends_there(self, training: FakeTraining, recipe: Path) -> None:
+        """`exhausted: stop`: a domain has no sample left."""
+        content = yaml.safe_load((recipe.parent / "run.yaml").read_text())
+        content["mix"] |= {"max_epochs": {"web": 0.15}, "exhausted": "stop"}
+        (recipe.parent / "run.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+        assert main(["doremi", str(recipe)]) == 0
+        assert training.runs == ["reference", "proxy", "final"]
+        for run in ("round-1/reference", "round-1/proxy", "final"):
+            assert 0 < ledger_length(recipe.parent / "out" / run / "d3") < STEPS

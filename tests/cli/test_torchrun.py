@@ -115,7 +115,7 @@ def test_output_goes_to_the_log_after_the_command(
     polls: list[int] = []
     start("end", lambda: polls.append(1))
     lines = (tmp_path / "run.log").read_text().splitlines()
-    assert lines[0].startswith("$ torchrun --standalone")
+    assert lines[0].startswith("$ ") and " torch.distributed.run --standalone " in lines[0]
     assert lines[0].endswith(f"--nproc-per-node 2 -m d3_test_worker end {tmp_path}")
     assert {"rank 0 of 2: end", "rank 1 of 2: end"} <= set(lines)
     assert polls
