@@ -21,7 +21,7 @@ VERSION = 1
 _MAX_DOMAINS = 1 << 15  # table ids are int16
 # The parts of the configuration that decide the order of samples. The rest (paths above all) may
 # change freely: what it leads to is compared by fingerprint.
-_DECISIVE = ("mix", "round_steps", "sampling")
+_DECISIVE = ("mix", "round_steps", "sampling", "order")
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ class RunHeader:
         total_samples: positions of the whole run.
         batch_schedule: samples per training step.
         domains: in the order of every (K,) array.
-        config: the resolved configuration, JSON-able; `mix`, `round_steps` and `sampling` of it are
-            compared.
+        config: the resolved configuration, JSON-able; `mix`, `round_steps`, `sampling` and `order`
+            of it are compared.
         versions: version of each algorithm that takes part, e.g. `{"static": 1, "shuffle": 1}`.
         read_ahead_steps: global batches decided beyond the next one; with it the losses up to step
-            t act from step t + 1 + `read_ahead_steps` on. None where no losses decide: the order
-            does not depend on it then.
+            t act from step t + 1 + `read_ahead_steps` on. None where neither losses nor the model
+            decide: the order does not depend on it then.
     """
 
     seq_length: int

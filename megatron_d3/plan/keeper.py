@@ -27,6 +27,7 @@ import numpy as np
 
 from megatron_d3.errors import PlanError, ResumeError
 from megatron_d3.plan.decide import Decider
+from megatron_d3.plan.draft import Orderer
 from megatron_d3.plan.files import explained, is_there
 from megatron_d3.plan.header import PlanFile, RunHeader
 from megatron_d3.plan.reach import Checkpoint
@@ -73,34 +74,43 @@ class PlanFollower:
 
     @property
     def fingerprint(self) -> int:
-        """64-bit hash over `chain` and the mixer's state, which may not show in any segment yet."""
+        """64-bit hash over `chain` and what may not show in any segment yet: the mixer's state, and
+        pending units."""
         digest = blake2b(struct.pack("<Q", self.chain), digest_size=8)
-        for array in self.state.mixer.values():
-            digest.update(np.ascontiguousarray(array))
+        pending = self.state.pending
+        for array in (*self.state.mixer.values(),
+                      *((pending.records, pending.weights) if pending is not None else ())):
+            digest.update(np.ascontiguousarray(array).view(np.uint8))
         return int.from_bytes(digest.digest(), "little")
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Return named arrays from which another rank can follow."""
         return self.state.to_arrays() | {"table_ids": np.asarray(self.decider.table_ids, np.int16)}
 
-    def advance(self, until: int) -> list[Segment]:
+    def advance(self, until: int, orderer: Orderer | None = None) -> list[Segment]:
         """Decide rounds until all positions below `until` (or the run's end) are decided.
+
+        Args:
+            until: see above. With windows the last one is decided as a whole.
+            orderer: called with the draft of each window, on every rank; its answer must be the
+                same on all. Needed with windows only.
 
         Returns:
             The new segments, often none. The frontier stays below `until` only at the end of the
             run, or where `exhausted: stop` ends it: nothing can be trained beyond it then.
 
         Raises:
-            PlanError: a mixer or cap cannot fill the round, or the segment cannot be written.
+            PlanError: a mixer or cap cannot fill the round, the order is not one of the window's
+                units, or the segments cannot be written.
         """
-        segments = []
+        segments: list[Segment] = []
         while self.state.position < until:
-            decided = self.decider.decide(self.state)
+            decided = self.decider.advance(self.state, orderer)
             if decided is None:
                 break
-            after, segment = decided
-            self._write_segment(segment, after)
-            segments.append(segment)
+            after, new = decided
+            self._write_segments(new, after)
+            segments += new
         return segments
 
     def observe(self, signals: StepSignals) -> None:
@@ -115,7 +125,7 @@ class PlanFollower:
         self._write_step(signals)
         self.state = self.decider.observe(self.state, signals)
 
-    def _write_segment(self, segment: Segment, after: DeciderState) -> None:
+    def _write_segments(self, segments: Sequence[Segment], after: DeciderState) -> None:
         self.state = after
 
     def _write_step(self, signals: StepSignals) -> None:
@@ -236,10 +246,11 @@ class PlanKeeper(PlanFollower):
         self.store.sync()
         self.store.close()
 
-    def _write_segment(self, segment: Segment, after: DeciderState) -> None:
-        self.store.append_segment(segment, iteration=self.state.iteration)
+    def _write_segments(self, segments: Sequence[Segment], after: DeciderState) -> None:
+        before = self.state.round
+        self.store.append_segments(segments, iteration=self.state.iteration)
         self.state = after
-        if after.round % self._snapshot_every == 0:
+        if after.round // self._snapshot_every > before // self._snapshot_every:
             self.store.snapshot(after)
 
     def _write_step(self, signals: StepSignals) -> None:

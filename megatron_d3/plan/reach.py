@@ -12,7 +12,7 @@ from megatron_d3.plan.reader import LEDGER, POSITIONS, ROUNDS, PlanReader
 from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError, VersionError
 from megatron_d3.plan.snapshot import Snapshot
 from megatron_d3.plan.state import DeciderState
-from megatron_d3.plan.summary import count_domains
+from megatron_d3.plan.summary import next_ordinals
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,10 @@ def recount(reader: PlanReader, checkpoint: Checkpoint) -> Reached:
             break
         step, ledger_end = loss_row, offset
     assert last is not None and step is not None, "an iteration after the first has both"
-    counts = count_domains(reader, generation.position, checkpoint.consumed)
     ids = list(generation.domain_ids)
-    cursors = np.array([generation.cursors[i] for i in ids], np.int64) + counts[ids]
+    # Not counted: inside a window, samples of untrained units may be passed over.
+    drawn = next_ordinals(reader, generation.position, checkpoint.consumed)[ids]
+    cursors = np.maximum(drawn, [generation.cursors[i] for i in ids])
     num_domains = len(ids)
     state = DeciderState(
         round=last.round + 1, position=reader.stop_of(last), step=checkpoint.iteration,

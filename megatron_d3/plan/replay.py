@@ -1,19 +1,21 @@
 """Compute a plan again from its settings and ledger, and compare it with what is on disk.
 
 Rounds and training steps interleave as they did in the run: a round recorded at iteration i was
-decided after the ledger rows up to i had been observed. Resume replays from the last usable
-snapshot, audit from the start.
+decided after the ledger rows up to i had been observed. The order of a window was found by looking
+at the model: it is taken from the rows, and checked to be one of the window's units. Resume replays
+from the last usable snapshot, audit from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan import apportion
+from megatron_d3.plan import apportion, draft
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.header import Generation, PlanFile, RunHeader
 from megatron_d3.plan.reader import LEDGER, ROUNDS, PlanReader
@@ -22,12 +24,19 @@ from megatron_d3.plan.segment import Segment
 from megatron_d3.plan.snapshot import Snapshot
 from megatron_d3.plan.state import DeciderState
 
+# The order within windows is recorded, not computed again: how it was found may change.
+ORDER_SEARCH = "d3"
+
 # Builds the decider of a generation from its header and its domains' table ids.
 DeciderFactory = Callable[[RunHeader, tuple[int, ...]], Decider]
 
 
 class ReplayError(PlanError):
     """The plan on disk is not what its settings and ledger lead to. Names the first difference."""
+
+
+class TornWindowError(ReplayError):
+    """The last window lacks rows."""
 
 
 class VersionError(PlanError):
@@ -88,22 +97,26 @@ class Replay:
         return self._generations[self.generation]
 
     def rounds(self) -> Iterator[tuple[RoundRow, Segment]]:
-        """Replay round after round; `state` is that after the one just yielded.
+        """Replay round after round; `state` is that after the one just yielded, or its window.
 
         When the iterator ends, the ledger and the generations up to `until` have been replayed too.
 
         Raises:
             ReplayError: a round, a generation or the ledger differs from what it should be.
         """
-        for row, end in self.reader.rounds(self.rounds_end):
+        rows = self.reader.rounds(self.rounds_end)
+        for row, end in rows:
             if self.until is not None and row.iteration >= self.until:
                 break
             while self._upcoming is not None and row.round >= self._upcoming.round:
                 self._begin_generation()
             self._observe_through(row.iteration)
-            segment = self._decide(row)
-            self.rounds_end = end
-            yield row, segment
+            if self.decider.windows is None:
+                segment = self._decide(row)
+                self.rounds_end = end
+                yield row, segment
+            else:
+                yield from self._decide_window(row, end, rows)
         while self._upcoming is not None:
             self._begin_generation()
         self._observe_through(self.until)
@@ -120,7 +133,7 @@ class Replay:
     def _decider_of(self, generation: Generation) -> Decider:
         decider = self._make_decider(generation.header, generation.domain_ids)
         config, versions = generation.header.config, generation.header.versions
-        installed = {"apportion": apportion.VERSION,
+        installed = {"apportion": apportion.VERSION, "windows": draft.VERSION,
                      config.get("mix", {}).get("type"): decider.mixer.VERSION}
         for name, version in installed.items():
             if versions.get(name, version) != version:
@@ -164,24 +177,54 @@ class Replay:
 
     def _decide(self, row: RoundRow) -> Segment:
         before = self.state
-        if before.iteration != row.iteration:
-            raise ReplayError(f"round {row.round} was decided at iteration {row.iteration}, "
-                              f"{LEDGER} has rows up to {before.iteration}")
+        self._check_iteration(row)
         decided = self.decider.decide(before)
         if decided is None:
-            raise ReplayError(f"round {row.round} should not exist: the plan is complete before it")
+            raise _superfluous(row)
         self.state, segment = decided
         self._compare(row, segment)
         self._visit(self.state)
-        target = self._upcoming.position if self._upcoming is not None else self._position
+        target = self._target
         if target is not None and self.rewound is None and segment.stop > target:
             cut = self.decider.decide(before, limit=target)
             self.rewound = before if cut is None else cut[0]
         return segment
 
+    def _decide_window(
+        self, row: RoundRow, end: int, rows: Iterator[tuple[RoundRow, int]]
+    ) -> Iterator[tuple[RoundRow, Segment]]:
+        """Replay the window that a row begins; take its other rows from `rows`."""
+        before = self.state
+        self._check_iteration(row)
+        drafted = self.decider.draft(before)
+        if drafted is None:
+            raise _superfluous(row)
+        found = [(row, end), *islice(rows, drafted.num_slots - 1)]
+        window = [row for row, _ in found]
+        units = _units(window, drafted)
+        self.state, segments = draft.commit(before, drafted, units)
+        for row, segment in zip(window, segments, strict=True):
+            self._compare(row, segment)
+        self.rounds_end = found[-1][1]
+        self._visit(self.state)
+        target = self._target
+        if target is not None and self.rewound is None and self.state.position > target:
+            self.rewound = draft.rewind(before, drafted, units, target)
+        yield from zip(window, segments, strict=True)
+
+    @property
+    def _target(self) -> int | None:
+        """Where the next generation begins, or would begin."""
+        return self._upcoming.position if self._upcoming is not None else self._position
+
+    def _check_iteration(self, row: RoundRow) -> None:
+        if self.state.iteration != row.iteration:
+            raise ReplayError(f"round {row.round} was decided at iteration {row.iteration}, "
+                              f"{LEDGER} has rows up to {self.state.iteration}")
+
     def _compare(self, row: RoundRow, segment: Segment) -> None:
         expected = RoundRow.of(segment, row.iteration, self.current.header.names)
-        for field in ("round", "step", "start", "stop", "weights", "chain"):
+        for field in ("round", "step", "start", "stop", "unit", "weights", "chain"):
             old, new = getattr(row, field), getattr(expected, field)
             if old != new:
                 if field == "chain":
@@ -204,6 +247,35 @@ class Replay:
         self.generation += 1
         self.rewound = None
         self._visit(self.state)
+
+
+def _superfluous(row: RoundRow) -> ReplayError:
+    return ReplayError(f"round {row.round} should not exist: the plan is complete before it")
+
+
+def _units(rows: Sequence[RoundRow], drafted: draft.Draft) -> list[int]:
+    """Return the units of a window's slots as its rows have them.
+
+    Raises:
+        ReplayError: a row is missing, was decided at another time than the first, or the units are
+            not different ones of the window.
+    """
+    first, last = drafted.round, drafted.round + drafted.num_slots - 1
+    where = f"rounds {first}-{last} (steps {drafted.step}-{drafted.step + drafted.num_slots - 1})"
+    if len(rows) < drafted.num_slots:
+        raise TornWindowError(
+            f"{where}: a window of which {ROUNDS} has {len(rows)} of {drafted.num_slots} rows: its "
+            "end is missing, or the run was killed while writing (a resume sets that aside)")
+    for row in rows:
+        if row.iteration != drafted.iteration:
+            raise ReplayError(f"{where}: a window, decided at iteration {drafted.iteration}, but "
+                              f"{ROUNDS} says {row.iteration} at round {row.round}")
+    units = [-1 if row.unit is None else row.unit for row in rows]
+    if len(set(units)) < len(units) or not set(units) <= set(range(drafted.num_units)):
+        raise ReplayError(
+            f"{where}: a window of {drafted.num_units} units, but {ROUNDS} has the order "
+            f"{[row.unit for row in rows]}: not each unit once")
+    return units
 
 
 def next_generation(
@@ -231,7 +303,7 @@ def next_generation(
 def is_replayable(old: RunHeader, new: RunHeader) -> bool:
     """Whether the algorithms of a run that wants `new` can compute what `old` decided."""
     return all(version == new.versions.get(name, version)
-               for name, version in old.versions.items())
+               for name, version in old.versions.items() if name != ORDER_SEARCH)
 
 
 def enter(
@@ -260,4 +332,4 @@ def enter(
         state, position=new.position, step=new.iteration, consumed=new.position,
         cursors=np.array([new.cursors[i] for i in new.domain_ids], np.int64),
         carry=np.array(carry), weights=np.full(len(new.domain_ids), np.nan),
-        mixer=state.mixer if is_same_mixer else decider.mixer.init())
+        mixer=state.mixer if is_same_mixer else decider.mixer.init(), pending=None)

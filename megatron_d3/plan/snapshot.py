@@ -14,7 +14,9 @@ from megatron_d3.errors import PlanError
 from megatron_d3.plan.files import explained, write_atomically
 from megatron_d3.plan.state import DeciderState
 
-VERSION = 1
+VERSION = 2
+# A state without pending units is written as before there were any, and read by both.
+_VERSION_WITHOUT_PENDING = 1
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class Snapshot:
         Raises:
             PlanError: it cannot be written.
         """
+        version = _VERSION_WITHOUT_PENDING if state.pending is None else VERSION
         arrays = state.to_arrays() | {
-            "version": np.array(VERSION), "generation": np.array(generation),
+            "version": np.array(version), "generation": np.array(generation),
             "rounds_bytes": np.array(rounds_bytes), "ledger_bytes": np.array(ledger_bytes)}
         content = io.BytesIO()
         np.savez(content, allow_pickle=False, **arrays)
@@ -64,9 +67,9 @@ class Snapshot:
             raise PlanError(f"{self.path}: cannot be read ({error}); move it away, the state is then "
                             "replayed from an earlier one") from error
         version = int(arrays.get("version", -1))
-        if version != VERSION:
-            raise PlanError(f"{self.path}: state version {version}, expected {VERSION}; use the "
-                            "Megatron-D3 that wrote it, or move it away to replay an earlier one")
+        if version not in (_VERSION_WITHOUT_PENDING, VERSION):
+            raise PlanError(f"{self.path}: state version {version}, expected "
+                            f"{_VERSION_WITHOUT_PENDING} or {VERSION}; use the Megatron-D3 that wrote it, or move it away to replay an earlier one")
         return arrays
 
     @property

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,17 +104,23 @@ class PlanStore:
         return cls(directory)
 
     def append_segment(self, segment: Segment, *, iteration: int) -> None:
-        """Write the positions, then the row that commits them.
+        """Write the positions of a round, then the row that commits them; see `append_segments`."""
+        self.append_segments((segment,), iteration=iteration)
+
+    def append_segments(self, segments: Sequence[Segment], *, iteration: int) -> None:
+        """Write the positions of rounds decided together, then the rows that commit them.
 
         Raises:
             PlanError: they cannot be written; the plan is then as before.
         """
         positions, rounds = self._files[POSITIONS], self._files[ROUNDS]
         before = positions.size
-        row = RoundRow.of(segment, iteration, self._names)
-        positions.append(memoryview(segment.records.view(np.uint8)))
+        rows = [RoundRow.of(segment, iteration, self._names).to_line() for segment in segments]
+        records = [segment.records for segment in segments]
+        content = records[0] if len(records) == 1 else np.concatenate(records)
+        positions.append(memoryview(content.view(np.uint8)))
         try:
-            rounds.append(row.to_line())
+            rounds.append(b"".join(rows))
         except PlanError:
             positions.truncate(before)
             raise

@@ -117,6 +117,17 @@ def count_domains(reader: PlanReader, start: int, stop: int) -> np.ndarray:
     return counts
 
 
+def next_ordinals(reader: PlanReader, start: int, stop: int) -> np.ndarray:
+    """Return (len(table),) int64: for each domain the ordinal after the largest in [start, stop),
+    0 where it has none there.
+    """
+    found = np.zeros(len(reader.plan.table), np.int64)
+    for first in range(start, stop, _CHUNK):
+        records = reader.positions(first, min(first + _CHUNK, stop))
+        np.maximum.at(found, records["domain"], records["sample"] + 1)
+    return found
+
+
 def _domain_uses(
     generation: Generation, counts: np.ndarray, targets: np.ndarray, num_positions: int
 ) -> tuple[DomainUse, ...]:
