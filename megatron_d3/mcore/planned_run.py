@@ -174,7 +174,7 @@ class PlannedRun:
     def _ring_capacity(self, num_decided: int) -> int:
         """Enough for the positions from the present to the frontier, whatever the next round."""
         largest = max(size for _, size in self._args.batch_schedule.steps)
-        num_batches = 2 + len(self._args.iterations_to_skip) + self.plan.decider.round_steps
+        num_batches = 2 + len(self._args.iterations_to_skip) + self.plan.decider.steps_at_once
         num_batches += self._read_ahead_steps or 0
         return num_decided + self._args.read_ahead + num_batches * largest
 
