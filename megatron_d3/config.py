@@ -5,6 +5,7 @@
       code: {paths: [corpus/code_a, corpus/code_b], valid_paths: [corpus/code_valid]}
       wiki: corpus/wiki                   # short for {paths: [corpus/wiki]}
     mix: {type: static, weights: {web: 0.7, code: 0.2, wiki: 0.1}, max_epochs: 4}
+    order: {type: d3, window: 60}         # leave it out for the order in which samples are decided
 
 Paths are relative to the file. Every error names the place (`d3.mix.alpha: got 1.5, expected a
 number in [0, 1)`), an unknown key the nearest known one. There are no defaults but those written
@@ -22,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from megatron_d3.errors import ConfigError
 from megatron_d3.fields import Range, did_you_mean, from_mapping, parse, show, to_plain
+from megatron_d3.influence.settings import D3Config, parse_d3
 from megatron_d3.mix import MIXERS, Static
 from megatron_d3.yaml12 import override, read_yaml
 
@@ -77,6 +79,23 @@ MIX_KEYS = ("type", "max_epochs", "exhausted")
 
 
 @dataclass(frozen=True)
+class OrderConfig:
+    """The entry `order`: in which order the global batches of a window are trained. Its other keys
+    belong to its type."""
+
+    type: Literal["d3"]
+    """`d3`: by their measured influence on each other."""
+
+    params: D3Config
+    """The type's own settings: its fields are keys of `order`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry as it would be written in the file, JSON-able."""
+        own: dict[str, Any] = to_plain(self.params)
+        return {"type": self.type} | own
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """The whole file."""
 
@@ -97,23 +116,28 @@ class RunConfig:
     """Global batches that one decision fills. The weights change between rounds only."""
 
     read_ahead_steps: Annotated[int, Range("[0, inf)")] | None = None
-    """Global batches decided beyond the next one, for mixers that learn from losses: what was
-    measured up to step t acts from step t + 1 + this on. Null: as many as the DataLoader needs when
-    the plan starts (2 x workers x micro-batch x data-parallel size, in global batches), and kept
-    from then on. Set it higher to resume with more workers or ranks later. Other mixers do not
-    depend on it."""
+    """Global batches decided beyond the next one, for mixers that learn from losses and for `order`:
+    what was measured up to step t acts from step t + 1 + this on. Null: as many as the DataLoader
+    needs when the plan starts (2 x workers x micro-batch x data-parallel size, in global batches),
+    and kept from then on. Set it higher to resume with more workers or ranks later. Other runs do
+    not depend on it."""
 
     sampling: Literal["apportion", "multinomial"] = "apportion"
     """How weights become samples. `apportion`: counts follow the cumulative weights to about one
     sample. `multinomial`: each position is drawn independently."""
 
+    order: OrderConfig | None = None
+    """In which order the global batches of a window are trained; null: as they are decided."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved configuration as it could be written in a file, JSON-able.
 
-        Every key is there, in the order of the fields; paths are absolute.
+        Every key is there, in the order of the fields; paths are absolute. Only `order` is left out
+        where it is null: a plan says nothing of it then.
         """
-        plain: dict[str, Any] = to_plain(self)
-        return plain | {"mix": self.mix.to_dict()}
+        plain: dict[str, Any] = to_plain(self) | {"mix": self.mix.to_dict()}
+        del plain["order"]
+        return plain if self.order is None else plain | {"order": self.order.to_dict()}
 
 
 def load_config(
@@ -147,16 +171,22 @@ def parse_config(
     Raises:
         ConfigError: anything that cannot be used as it stands.
     """
-    # Two entries have a form of their own; the rest is the generic loader's.
-    rest = {key: value for key, value in content.items() if key not in ("domains", "mix")}
+    # Three entries have a form of their own; the rest is the generic loader's.
+    special = ("domains", "mix", "order")
+    rest = {key: value for key, value in content.items() if key not in special}
     known = [field.name for field in dataclasses.fields(RunConfig)]
     for key in rest:
         if key not in known:
             raise ConfigError(f"d3.{key}: unknown key{did_you_mean(key, known)}")
     domains = _parse_domains(content.get("domains"), folder)
     mix = _parse_mix(content.get("mix"), folder, mixers)
+    order = _parse_order(content.get("order"))
     config = from_mapping(RunConfig, rest | {"domains": {}}, "d3", folder=folder)
-    return dataclasses.replace(config, domains=domains, mix=mix)
+    if order is not None and config.round_steps != 1:
+        raise ConfigError(
+            f"d3.round_steps: got {config.round_steps}, expected 1 with d3.order: each global batch "
+            "is a unit that the mixer decides; leave round_steps out")
+    return dataclasses.replace(config, domains=domains, mix=mix, order=order)
 
 
 def _parse_domains(entries: Any, folder: Path) -> dict[str, DomainConfig]:
@@ -203,6 +233,20 @@ def _parse_mix(entry: Any, folder: Path, mixers: Mapping[str, type]) -> MixConfi
     return dataclasses.replace(mix, params=params)
 
 
+def _parse_order(entry: Any) -> OrderConfig | None:
+    where = "d3.order"
+    if entry is None:
+        return None
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where}: got {show(entry)}, expected a mapping of settings, or null for "
+                          "the order in which samples are decided")
+    if "type" not in entry:
+        raise ConfigError(f"{where}.type: missing, expected d3")
+    if entry["type"] != "d3":
+        raise ConfigError(f"{where}.type: got {show(entry['type'])}, expected d3")
+    return OrderConfig("d3", parse_d3({k: v for k, v in entry.items() if k != "type"}))
+
+
 def _why_unknown(key: str, name: str, own: Sequence[str], mixers: Mapping[str, type]) -> str:
     """Explain a key that the mixer does not have."""
     configs = {other: mixer.Config for other, mixer in mixers.items()}  # type: ignore[attr-defined]
@@ -222,6 +266,7 @@ def _why_unknown(key: str, name: str, own: Sequence[str], mixers: Mapping[str, t
 __all__ = [
     "DomainConfig",
     "MixConfig",
+    "OrderConfig",
     "RunConfig",
     "from_mapping",
     "load_config",

@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
-from megatron_d3.config import DomainConfig, MixConfig, RunConfig
+from megatron_d3.config import DomainConfig, MixConfig, OrderConfig, RunConfig
 from megatron_d3.fields import describe, field_docs, is_required, show, to_plain
+from megatron_d3.influence.settings import D3Config, SketchConfig
 from megatron_d3.mix import MIXERS
 
 _HEAD = """\
@@ -30,18 +31,22 @@ domains:                              # the order here is the domain order
   code: {paths: [corpus/code_a, corpus/code_b], valid_paths: [corpus/code_valid]}
   wiki: corpus/wiki                   # short for {paths: [corpus/wiki]}
 mix: {type: static, weights: {web: 0.7, code: 0.2, wiki: 0.1}, max_epochs: 4}
+order: {type: d3, window: 60}         # leave it out for the order in which samples are decided
 ```
 """
 
 
 def render(mixers: Mapping[str, type] = MIXERS) -> str:
     """Return the reference of all keys as Markdown."""
-    parts = [_HEAD, "## Top level\n", *_entries(RunConfig, special={"domains", "mix"})]
+    parts = [_HEAD, "## Top level\n", *_entries(RunConfig, special={"domains", "mix", "order"})]
     parts += ["## `domains`\n", _text(DomainConfig), *_entries(DomainConfig)]
     parts += ["## `mix`\n", _text(MixConfig), *_entries(MixConfig, leave_out={"params"})]
     for name, mixer in mixers.items():
         config = mixer.Config  # type: ignore[attr-defined]
         parts += [f"### `mix: {{type: {name}}}`\n", _text(mixer), *_entries(config)]
+    parts += ["## `order`\n", _text(OrderConfig), *_entries(OrderConfig, leave_out={"params"})]
+    parts += ["### `order: {type: d3}`\n", _text(D3Config), *_entries(D3Config, special={"sketch"})]
+    parts += ["#### `sketch`\n", _text(SketchConfig), *_entries(SketchConfig)]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -15,9 +15,10 @@ from megatron_d3.corpus import shuffle
 from megatron_d3.corpus.domain import Domain, open_domain
 from megatron_d3.errors import ConfigError
 from megatron_d3.mix import MIXERS
-from megatron_d3.plan import apportion
+from megatron_d3.plan import apportion, draft
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
+from megatron_d3.plan.draft import WindowRule
 from megatron_d3.plan.header import DomainRecord, RunHeader
 from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.registry import build_mix
@@ -55,7 +56,7 @@ def plan_header(
             them.
 
     Raises:
-        ConfigError: `read_ahead_steps` does not cover them.
+        ConfigError: `read_ahead_steps` does not cover them, or the run is shorter than a window.
     """
     seed = seed if config.seed is None else config.seed
     records = tuple(
@@ -65,6 +66,9 @@ def plan_header(
         for domain in domains)
     versions = {config.mix.type: mixers[config.mix.type].VERSION,  # type: ignore[attr-defined]
                 "apportion": apportion.VERSION, "shuffle": shuffle.VERSION}
+    if config.order is not None:
+        _check_window(config.order.params.window, batch_schedule, total_samples)
+        versions["windows"] = draft.VERSION
     return RunHeader(
         seq_length=seq_length, seed=seed, tokenizer=tokenizer, total_samples=total_samples,
         batch_schedule=batch_schedule, domains=records, config=config.to_dict(),
@@ -72,11 +76,25 @@ def plan_header(
         read_ahead_steps=_read_ahead_steps(config, batch_schedule, num_prefetched, mixers))
 
 
+def _check_window(window: int, schedule: BatchSchedule, total_samples: int) -> None:
+    """Raise ConfigError unless the run can fill one window."""
+    needed = schedule.stop_after(0, window)
+    if needed > total_samples:
+        num_steps = bisect_right(range(window + 1), total_samples,
+                                 key=lambda n: schedule.stop_after(0, n)) - 1
+        raise ConfigError(
+            f"d3.order.window: got {window} global batches, which are {needed} samples, but the run "
+            f"has {total_samples}; expected at most {num_steps}, or a longer run "
+            "(--train-samples, --train-iters)")
+
+
 def _read_ahead_steps(
     config: RunConfig, schedule: BatchSchedule, num_prefetched: int, mixers: Mapping[str, type]
 ) -> int | None:
-    """Return the read-ahead that the run asks for or needs; None where no losses decide."""
-    if not mixers[config.mix.type].is_online:  # type: ignore[attr-defined]
+    """Return the read-ahead that the run asks for or needs; None where neither losses nor the model
+    decide."""
+    is_online = mixers[config.mix.type].is_online  # type: ignore[attr-defined]
+    if not is_online and config.order is None:
         return None
     needed = -(-num_prefetched // min(size for _, size in schedule.steps))
     if config.read_ahead_steps is None:
@@ -105,9 +123,17 @@ def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:
         return Decider(
             domains=domains, table_ids=table_ids, mixer=mixer, cap=cap,
             total_samples=header.total_samples, batch_schedule=header.batch_schedule,
-            seed=header.seed, sampling=config.sampling, round_steps=config.round_steps)
+            seed=header.seed, sampling=config.sampling, round_steps=config.round_steps,
+            windows=window_rule(config))
 
     return make_decider
+
+
+def window_rule(config: RunConfig) -> WindowRule | None:
+    """Return how the run is cut into windows; None where samples keep their order."""
+    if config.order is None:
+        return None
+    return WindowRule(config.order.params.window, overlap=config.order.params.overlap)
 
 
 def rehearse_mix(

@@ -200,11 +200,11 @@ class Replay:
         if drafted is None:
             raise _superfluous(row)
         found = [(row, end), *islice(rows, drafted.num_slots - 1)]
-        window = [row for row, _ in found]
+        window = [each for each, _ in found]
         units = _units(window, drafted)
         self.state, segments = draft.commit(before, drafted, units)
-        for row, segment in zip(window, segments, strict=True):
-            self._compare(row, segment)
+        for each, segment in zip(window, segments, strict=True):
+            self._compare(each, segment)
         self.rounds_end = found[-1][1]
         self._visit(self.state)
         target = self._target

@@ -69,7 +69,8 @@ class Snapshot:
         version = int(arrays.get("version", -1))
         if version not in (_VERSION_WITHOUT_PENDING, VERSION):
             raise PlanError(f"{self.path}: state version {version}, expected "
-                            f"{_VERSION_WITHOUT_PENDING} or {VERSION}; use the Megatron-D3 that wrote it, or move it away to replay an earlier one")
+                            f"{_VERSION_WITHOUT_PENDING} or {VERSION}; use the Megatron-D3 that "
+                            "wrote it, or move it away to replay an earlier one")
         return arrays
 
     @property
