@@ -1,4 +1,4 @@
-"""Metadata, extras and the optional C extension. Settings of the tools: pyproject.toml."""
+"""Metadata, extras and the optional C extensions. Settings of the tools: pyproject.toml."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,9 @@ from setuptools import Extension, find_packages, setup
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 (VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "megatron_d3/__init__.py").read_text())
+
+# Optional: where no compiler is found, the same loops run in Python with the same results.
+COMPILED = ("plan/_apportion", "influence/solvers/_solver")
 
 EXTRAS = {
     # Megatron's training loop imports nothing else. psutil: its torch_dist checkpoints;
@@ -67,15 +70,15 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_d3", "megatron_d3.*"]),
-    package_data={"megatron_d3": ["py.typed", "plan/_apportion.c"]},
-    # Optional: where no compiler is found, apportionment runs in Python with the same results.
+    package_data={"megatron_d3": ["py.typed", *(f"{name}.c" for name in COMPILED)]},
     ext_modules=[
         Extension(
-            "megatron_d3.plan._apportion",
-            ["megatron_d3/plan/_apportion.c"],
+            f"megatron_d3.{name.replace('/', '.')}",
+            [f"megatron_d3/{name}.c"],
             extra_compile_args=["-O3", "-std=c11"],
             optional=True,
         )
+        for name in COMPILED
     ],
     install_requires=["numpy>=1.26", "pyyaml>=6"],
     extras_require=EXTRAS,

@@ -1,0 +1,148 @@
+"""The loops of the solvers: local search over orders, in whole numbers.
+
+An order's cost changes by sums of entries of S. The entries are rounded to whole numbers of at most
+2**(61 - 2 log2 L), 52 bits or less (49 for L = 60): then every sum is exact, equal costs are equal,
+no search goes round in a circle of rounding errors, and the optional C version (`_solver.c`) cannot
+differ from the one here. The rounding moves the cost of an order by less than L**2 2**-50 of the
+largest entry.
+
+NOTE: nothing here draws random numbers; what is random comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_d3.influence.graph import check_advantage
+
+try:
+    from megatron_d3.influence.solvers import (  # type: ignore[attr-defined,unused-ignore]
+        _solver as _compiled,
+    )
+except ImportError:  # built without a C compiler: the same result, slower
+    _compiled = None
+
+
+def is_compiled() -> bool:
+    """Tell whether the C version is in use."""
+    return _compiled is not None
+
+
+def whole_numbers(advantage: np.ndarray) -> np.ndarray:
+    """Return S as (L, L) int64, scaled by a power of two; what is int64 already comes back.
+
+    Raises:
+        ProbeError: S is not square, not finite, or not antisymmetric.
+
+    >>> whole_numbers(np.array([[0.0, 0.75], [-0.75, 0.0]])) >> 50
+    array([[ 0,  3],
+           [-3,  0]])
+    """
+    if advantage.dtype == np.int64:
+        return advantage
+    exact = check_advantage(advantage)
+    bits = min(52, 61 - 2 * len(exact).bit_length())
+    _, exponent = np.frexp(np.abs(exact).max(initial=0.0))  # the largest is below 2**exponent
+    return np.rint(np.ldexp(exact, bits - exponent)).astype(np.int64)
+
+
+def iterated_search(
+    weights: np.ndarray, order: np.ndarray, pairs: np.ndarray
+) -> np.ndarray:
+    """Return an order that no insertion improves, the best of several.
+
+    Descent: unit after unit is moved to its best place until none has a better one. Then, round
+    after round, some pairs change places, the descent is repeated, and what came out is kept unless
+    it is worse. The best order seen is returned, the first of equals.
+
+    Args:
+        weights: (L, L) of :func:`whole_numbers`.
+        order: (L,) int64, where to start.
+        pairs: (R, n, 2) int64 positions that change places, n pairs in each of R rounds; with R = 0
+            this is a single descent.
+    """
+    order = order.copy()
+    num_swaps = pairs.shape[1]
+    if _compiled is not None:
+        _compiled.search(weights, order, np.ascontiguousarray(pairs), max(num_swaps, 1))
+    else:
+        _search_python(weights, order, pairs)
+    return order
+
+
+def swap_pairs(weights: np.ndarray, order: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Return the order after each pair of positions in turn was swapped if that improves it.
+
+    Args:
+        weights: (L, L) of :func:`whole_numbers`.
+        order: (L,) int64, where to start.
+        pairs: (n, 2) int64 positions.
+    """
+    order = order.copy()
+    if _compiled is not None:
+        _compiled.swap(weights, order, np.ascontiguousarray(pairs))
+    else:
+        _swap_python(weights, order, pairs)
+    return order
+
+
+def _search_python(weights: np.ndarray, order: np.ndarray, pairs: np.ndarray) -> None:
+    """Search from `order`, in place. The reference for `iterate` of `_solver.c`."""
+    gain = 0  # change of the cost since the best order
+    _descend(weights, order)
+    kept, best = order.copy(), order.copy()
+    for swaps in pairs.tolist():
+        change = 0
+        for p, q in swaps:
+            change += _swap_cost(weights, order, p, q)
+            order[[p, q]] = order[[q, p]]
+        change += _descend(weights, order)
+        if change > 0:
+            order[:] = kept
+            continue
+        kept[:] = order
+        gain += change
+        if gain < 0:
+            gain = 0
+            best[:] = order
+    order[:] = best
+
+
+def _descend(weights: np.ndarray, order: np.ndarray) -> int:
+    """Move units to their best places until none has a better one; return the cost's change."""
+    count, total, unit, num_idle = len(order), 0, 0, 0
+    costs = np.empty(count, np.int64)
+    while num_idle < count:
+        p = int(np.flatnonzero(order == unit)[0])
+        row = weights[unit, order]  # (L,) this unit against that at each position
+        # Later places first, near ones before far ones: the first of equals is taken.
+        np.cumsum(row[p + 1 :], out=costs[p + 1 :])
+        np.cumsum(-row[:p][::-1], out=costs[:p][::-1])
+        costs[p] = 0
+        later = p + int(np.argmin(costs[p:]))
+        earlier = p - int(np.argmin(costs[p::-1]))
+        q = later if costs[later] <= costs[earlier] else earlier
+        if costs[q] < 0:
+            total += int(costs[q])
+            num_idle = 0
+            order[min(p, q) : max(p, q) + 1] = (
+                np.append(order[p + 1 : q + 1], unit) if p < q else np.append(unit, order[q:p])
+            )
+        else:
+            num_idle += 1
+        unit = (unit + 1) % count
+    return total
+
+
+def _swap_cost(weights: np.ndarray, order: np.ndarray, p: int, q: int) -> int:
+    """Return the change of the cost when the units at positions p and q change places."""
+    p, q = min(p, q), max(p, q)
+    a, b, between = order[p], order[q], order[p + 1 : q]
+    return int(weights[a, b] + (weights[a, between] - weights[b, between]).sum())
+
+
+def _swap_python(weights: np.ndarray, order: np.ndarray, pairs: np.ndarray) -> None:
+    """Swap in place. The reference for `swap_pairs` of `_solver.c`."""
+    for p, q in pairs.tolist():
+        if _swap_cost(weights, order, p, q) < 0:
+            order[[p, q]] = order[[q, p]]
