@@ -37,5 +37,5 @@ lint: setup
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	rm -f megatron_d3/plan/_apportion.*.so
+	rm -f megatron_d3/plan/_*.so megatron_d3/influence/_*.so megatron_d3/influence/solvers/_*.so
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
