@@ -35,6 +35,8 @@ from megatron_d3.corpus.records import Problem
 from megatron_d3.errors import CorpusError
 
 SUFFIX = ".parts"
+LOSS_PARTS = ".loss.parts"
+"""Of the folder of `score --loss-of`, which holds `00000012.loss` for every finished shard."""
 _ARRAYS = (".bin", ".lengths", ".counts", ".scores")
 
 

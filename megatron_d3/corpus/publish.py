@@ -51,14 +51,22 @@ class Publication:
         self._is_overwriting = is_overwriting
 
     def __enter__(self) -> Self:
+        self.refuse_existing()
+        self._clear_up()
+        return self
+
+    def refuse_existing(self) -> None:
+        """Check, touching nothing, that the files may be written.
+
+        Raises:
+            CorpusError: one exists already, or the folder is missing.
+        """
         if not self.prefix.parent.is_dir():
             raise CorpusError(f"{self.prefix.parent}: no such folder; create it first")
-        self._clear_up()
         for suffix in self._suffixes:
             path = self.final(suffix)
             if path.exists() and not self._is_overwriting:
                 raise CorpusError(f"{path}: exists; choose another name or give --overwrite")
-        return self
 
     def final(self, suffix: str) -> Path:
         """Return the name a file will have."""

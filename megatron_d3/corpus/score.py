@@ -142,13 +142,19 @@ def count(index: Index, *, fit_tokens: int, seed: int, has_pairs: bool) -> Grams
 
 
 def documents(
-    index: Index, chosen: np.ndarray | None = None
+    index: Index,
+    chosen: np.ndarray | None = None,
+    *,
+    first: int = 0,
+    last: int | None = None,
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yield (first document, tokens, bounds) of blocks of documents, in the order of the index.
 
     Args:
         index: the corpus.
         chosen: (D,) bool, documents to read; others have no tokens here. None: all.
+        first: number of the document to begin with.
+        last: number of the document to end before; None: the end.
 
     Yields:
         number of the block's first document; (T,) tokens; (b + 1,) where each document starts
@@ -157,18 +163,18 @@ def documents(
     view = map_bin(index)
     itemsize = index.dtype.itemsize
     limit = _BLOCK_TOKENS
-    start = 0
-    while start < index.num_documents:
-        stop = min(start + _BLOCK_DOCUMENTS, index.num_documents)
+    start, end = first, index.num_documents if last is None else last
+    while start < end:
+        stop = min(start + _BLOCK_DOCUMENTS, end)
         marks = index.document_indices[start : stop + 1]
         lengths = index.lengths[marks[0] : marks[-1]].astype(np.int64)
         ends = np.concatenate(([0], np.cumsum(lengths)))
         bounds = ends[marks - marks[0]]  # (b + 1,)
         taken = max(1, int(np.searchsorted(bounds, limit, side="right")) - 1)
         bounds, stop = bounds[: taken + 1], start + taken
-        first, last = int(marks[0]), int(marks[taken])
-        places = index.pointers[first:last].tolist()
-        sizes = (lengths[: last - first] * itemsize).tolist()
+        begin, finish = int(marks[0]), int(marks[taken])
+        places = index.pointers[begin:finish].tolist()
+        sizes = (lengths[: finish - begin] * itemsize).tolist()
         if chosen is not None:
             is_read = np.repeat(chosen[start:stop], np.diff(marks[: taken + 1]))
             sizes = (np.array(sizes, np.int64) * is_read).tolist()

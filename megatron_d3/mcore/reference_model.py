@@ -32,7 +32,7 @@ from megatron_d3.mcore.rng import untouched_rng
 WHERE = "d3.mix.reference"
 
 # Arguments that make the shape of a dense GPT, and nothing about where or how it runs.
-_SHAPE = (
+SHAPE = (
     "num_layers", "encoder_num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
     "num_query_groups", "group_query_attention", "kv_channels", "max_position_embeddings",
     "position_embedding_type", "add_position_embedding", "use_rotary_position_embeddings",
@@ -139,7 +139,7 @@ def reference_args(
 ) -> argparse.Namespace:
     """Return this run's arguments with the reference's shape; `args` stays as it is."""
     merged = copy.copy(args)
-    for name in _SHAPE:
+    for name in SHAPE:
         if hasattr(checkpoint.args, name) and hasattr(args, name):
             setattr(merged, name, getattr(checkpoint.args, name))
     for name in (*_UNEVEN, *_NOT_DENSE):

@@ -98,6 +98,16 @@ def test_scores_that_do_not_fit_are_refused(web, tmp_path, rows, ids, message):
     assert not (tmp_path / "web.scores.npy").exists()
 
 
+def test_scores_that_may_not_be_written_are_refused_before_they_are_computed(web, monkeypatch):
+    run("--prefix", web, "--method", "length")
+    monkeypatch.setattr(verb, "score", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(verb, "train", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(verb, "require_training_packages", lambda: None)
+    for flags in (["--method", "zlib"], ["--loss-of", "run"]):
+        with pytest.raises(CorpusError, match=r"scores\.npy: exists; choose another name"):
+            run("--prefix", web, *flags)
+
+
 def test_flags_that_contradict_each_other_are_refused(web, tmp_path):
     (tmp_path / "q.txt").write_text("1\n")
     for flags, message in (
@@ -106,6 +116,9 @@ def test_flags_that_contradict_each_other_are_refused(web, tmp_path):
         (["--from", "q.jsonl"], "--from and --key: give both"),
         (["--from", "q.jsonl", "--key", "q", "--id-key", "id"], "--id-key and --documents: give"),
         (["--method", "zlib", "--workers", "0"], "--workers: got 0, expected at least 1"),
+        (["--method", "zlib", "--loss-of", "run"], "either --method or --from or --loss-of"),
+        (["--loss-of", "run", "--num-processes", "0"], "--num-processes: got 0, expected at"),
+        (["--method", "length", "--", "--bf16"], "what is --bf16"),
     ):
         with pytest.raises(ConfigError, match=message):
             run("--prefix", web, *flags)

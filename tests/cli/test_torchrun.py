@@ -37,6 +37,19 @@ def test_a_refusal_is_told_once_and_without_torchruns_words(tmp_path: Path) -> N
         f"(the whole log: {log})")
 
 
+def test_a_refusal_of_a_verb_that_runs_under_torchrun_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text("> loading\nmegatron-d3 score: web: no such file\nmegatron-d3 score: web: no\n")
+    assert torchrun.failure(log, 0, 1) == f"web: no such file\n(the whole log: {log})"
+
+
+def test_the_environment_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_D3_DEVICE", "cuda")
+    assert torchrun.launch_environment(2) == dict(os.environ)
+    monkeypatch.setenv("MEGATRON_D3_DEVICE", "cpu")
+    assert torchrun.launch_environment(2) == torchrun.cpu_environment(2)
+
+
 def test_a_crash_shows_the_last_lines_of_the_run_itself(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text(REFUSED + CRASHED)

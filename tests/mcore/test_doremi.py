@@ -261,7 +261,7 @@ def test_a_reference_trained_further_is_another_one(
 
 
 @pytest.mark.parametrize(("changes", "extra", "message"), [
-    ({"reference": "nowhere"}, [], "nowhere; expected the --save folder of the reference's run"),
+    ({"reference": "nowhere"}, [], "nowhere; expected the --save folder of its run"),
     ({"reference": None}, [], "got neither of reference and losses"),
     ({}, ["--vocab-size", "300"], "was trained with tokenizer NullTokenizer::"),
     ({}, ["--seq-length", "16"], "was trained with --seq-length 32, this run has 16"),
