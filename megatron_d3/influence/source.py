@@ -71,9 +71,7 @@ class GradientSource(Protocol):
         Valid until the next call of `gradient` or `loss`; replicas hold the full value too.
         """
 
-    def gradient(
-        self, unit: int, start: int, stop: int, *, sample_key: int | None = None
-    ) -> Loss:
+    def gradient(self, unit: int, start: int, stop: int, *, sample_key: int | None = None) -> Loss:
         """Put the gradient of the mean token loss of probe sequences [start, stop) in `gradients`.
 
         At the weights as they are now. `unit` may be any unit of the window.
