@@ -1,0 +1,338 @@
+"""What all estimators share: one measured pass over the window's units after another.
+
+A unit's probe sequences are cut in two halves, [0, n // 2) and [n // 2, n), so that S can be had
+twice from disjoint sequences. All that is linear in sequences (gradients, curvature) is measured by
+half; the whole is the mean of the halves weighted by their tokens. With `curvature_sequences` below
+n, curvature is measured on the first sequences of each half, so that the halves stay disjoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_d3.errors import ProbeError
+from megatron_d3.influence.settings import D3Config
+from megatron_d3.influence.source import GradientSource, Influence, Loss, StepModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_d3.influence.sketch import Sketch
+    from megatron_d3.influence.source import Vector
+
+DIFFERENCE = 1e-3
+"""Default size of a finite difference, as a share of the norm of the weights."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of probe sequences that is measured in one call.
+
+    Attributes:
+        half: 0 or 1.
+        start: first sequence.
+        stop: one past the last.
+        is_curved: whether curvature is measured on it.
+    """
+
+    half: int
+    start: int
+    stop: int
+    is_curved: bool
+
+
+def cut_halves(num_sequences: int, num_curved: int) -> tuple[Piece, ...]:
+    """Cut n sequences in two halves, and each half where its curvature sequences end.
+
+    >>> [(p.half, p.start, p.stop, p.is_curved) for p in cut_halves(8, 4)]
+    [(0, 0, 2, True), (0, 2, 4, False), (1, 4, 6, True), (1, 6, 8, False)]
+    >>> [(p.half, p.start, p.stop, p.is_curved) for p in cut_halves(1, 1)]
+    [(0, 0, 1, True)]
+    """
+    if num_sequences == 1:
+        return (Piece(0, 0, 1, True),)
+    middle, first = num_sequences // 2, num_curved // 2
+    cuts = ((0, 0, first, middle), (1, middle, middle + num_curved - first, num_sequences))
+    pieces = [
+        piece
+        for half, start, curved, stop in cuts
+        for piece in (Piece(half, start, curved, True), Piece(half, curved, stop, False))
+    ]
+    return tuple(piece for piece in pieces if piece.start < piece.stop)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The units' gradients, equal on all ranks; P pieces, L units, sketches of k numbers.
+
+    Attributes:
+        pieces: (P,) what was measured.
+        sketches: (P, L, k) of each piece's gradient (of P^(1/2) g with the optimizer's root).
+        tokens: (P, L).
+        losses: (P, L) mean token losses.
+        norms: (L,) norms of the plain gradients of all pieces together.
+        bad_units: units whose loss or gradient is not finite; their rows are 0.
+    """
+
+    pieces: tuple[Piece, ...]
+    sketches: np.ndarray
+    tokens: np.ndarray
+    losses: np.ndarray
+    norms: np.ndarray
+    bad_units: tuple[int, ...]
+
+    def of(self, half: int | None, values: np.ndarray) -> np.ndarray:
+        """Return the token-weighted mean over the pieces of a half, or of both (None).
+
+        Args:
+            half: 0, 1 or None.
+            values: (P, L, ...).
+        """
+        chosen = [p for p, piece in enumerate(self.pieces) if half in (None, piece.half)]
+        return weighted_mean(values[chosen], self.tokens[chosen])
+
+    def curved_mean(self, half: int | None, values: np.ndarray) -> np.ndarray:
+        """Return the same of what was measured on the pieces for curvature only."""
+        chosen = [
+            p
+            for p, piece in enumerate(self.pieces)
+            if piece.is_curved and half in (None, piece.half)
+        ]
+        return weighted_mean(values[chosen], self.tokens[chosen])
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether both halves have gradients and curvature."""
+        return {piece.half for piece in self.pieces if piece.is_curved} == {0, 1}
+
+
+def weighted_mean(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the mean over the first axis of (P, L, ...) with weights (P, L), not all zero in P."""
+    shares = weights / weights.sum(axis=0)
+    return np.einsum("pl,pl...->l...", shares, values)
+
+
+class Measuring:
+    """Calls a source, keeps time and counts, and builds the answer.
+
+    Args:
+        source: the model and the window.
+        sketch: of the source's layout.
+        settings: of the window.
+        step: whose influence is measured.
+
+    Raises:
+        ProbeError: the step needs the optimizer's root and the source has none.
+    """
+
+    def __init__(
+        self, source: GradientSource, sketch: Sketch, settings: D3Config, step: StepModel
+    ) -> None:
+        self.source = source
+        self.settings = settings
+        self.step = step
+        self.root = source.step_root() if step.uses_root else None
+        if step.uses_root and self.root is None:
+            raise ProbeError(
+                "d3.order.step: `optimizer` needs an optimizer that scales its gradients; this one "
+                "does not: use `step: sgd`"
+            )
+        self.num_units = source.num_units
+        self.dim = sketch.dim
+        self.difference = settings.difference or DIFFERENCE
+        self.seconds = {"gradients": 0.0, "sketch": 0.0, "reduce": 0.0}
+        n = source.num_sequences
+        self.num_curved = min(settings.curvature_sequences or n, n)
+        self._sketch = sketch
+        self._num_sequences = {"gradients": 0, "forwards": 0}
+        # All ranks of a group know its losses, and a sum over all ranks must count them once.
+        self.share = 1.0 / float(source.group_sum(np.ones(1))[0])
+
+    # --- measured calls -------------------------------------------------------------------------
+
+    def gradient(self, unit: int, start: int, stop: int, *, sample_key: int | None = None) -> Loss:
+        """See `GradientSource.gradient`; timed and counted."""
+        with self.timed("gradients"):
+            self._num_sequences["gradients"] += stop - start
+            return self.source.gradient(unit, start, stop, sample_key=sample_key)
+
+    def loss(self, unit: int, start: int, stop: int) -> Loss:
+        """See `GradientSource.loss`; timed and counted."""
+        with self.timed("gradients"):
+            self._num_sequences["forwards"] += stop - start
+            return self.source.loss(unit, start, stop)
+
+    def sketch(self, vector: Iterable[torch.Tensor]) -> np.ndarray:
+        """Return this rank's part of a sketch, (k,) float64; timed."""
+        with self.timed("sketch"):
+            return self._sketch(vector).numpy(force=True)
+
+    def all_sum(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Return the sums over all ranks, in one message; timed.
+
+        A number that every rank of a group knows has to be multiplied by `share` first.
+        """
+        with self.timed("reduce"):
+            total = self.source.all_sum(np.concatenate([a.ravel() for a in arrays]))
+        ends = np.cumsum([a.size for a in arrays])[:-1]
+        parts = np.split(total, ends)
+        return [part.reshape(a.shape) for part, a in zip(parts, arrays, strict=True)]
+
+    def group_sum(self, array: np.ndarray) -> np.ndarray:
+        """Return the sum over the model-parallel group; timed."""
+        with self.timed("reduce"):
+            return self.source.group_sum(array)
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Add the time within to one of `seconds`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start
+
+    # --- coordinates ----------------------------------------------------------------------------
+
+    def whitened(self, vector: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Yield P^(1/2) x, one tensor at a time; x itself for plain steps."""
+        if self.root is None:
+            return vector
+        return (x * r for x, r in zip(vector, self.root, strict=True))
+
+    def stepwise(self, vector: Vector) -> Callable[[], Iterable[torch.Tensor]]:
+        """Return a direction: P x, which the step takes for the gradient x."""
+        return lambda: self.whitened(self.whitened(vector))
+
+    def difference_size(self, norm: float) -> float:
+        """Return the factor that makes a vector of this norm as long as a finite difference."""
+        return self.difference * self.source.weights_norm() / norm
+
+    def clip_factors(self, norms: np.ndarray) -> np.ndarray:
+        """Return c_i = min(1, clip / |g_i|) of norms (L,).
+
+        Known difference: the norm is that of the probe sequences' gradient, whose noise makes it
+        longer than that of the whole unit.
+        """
+        if self.step.clip is None:
+            return np.ones_like(norms)
+        return self.step.clip / np.maximum(norms, self.step.clip)
+
+    # --- passes ---------------------------------------------------------------------------------
+
+    def probe(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        on_piece: Callable[[int, int, Loss], None] | None = None,
+        on_unit: Callable[[int, Vector], None] | None = None,
+    ) -> Probed:
+        """Measure and sketch the gradient of every own unit, and collect the others'.
+
+        Cost: 1 gradient a unit. One extra vector.
+
+        Args:
+            pieces: ranges that together hold each probe sequence once, by half.
+            on_piece: called with (unit, index of the piece, loss) while `source.gradients` holds
+                the piece's gradient.
+            on_unit: called with (unit, its gradient, the token-weighted mean of all pieces), for
+                units whose loss and gradient are finite. May change the vector.
+        """
+        shape = (len(pieces), self.num_units)
+        sketches = np.zeros((*shape, self.dim))
+        tokens, losses = np.zeros(shape), np.zeros(shape)
+        norms, bad = np.zeros(self.num_units), np.zeros(self.num_units)
+        whole = self.source.new_vector()
+        for unit in self.source.own_units:
+            for index, piece in enumerate(pieces):
+                loss = self.gradient(unit, piece.start, piece.stop)
+                if is_usable(loss):
+                    sketches[index, unit] = self.sketch(self.whitened(self.source.gradients))
+                    tokens[index, unit] = loss.num_tokens * self.share
+                    losses[index, unit] = loss.mean * self.share
+                    if on_piece is not None:
+                        on_piece(unit, index, loss)
+                else:
+                    bad[unit] = 1
+                add(whole, self.source.gradients, loss.num_tokens, is_first=index == 0)
+            if not bad[unit]:
+                scale(whole, self.share / tokens[:, unit].sum())
+                norm = self.source.dot(whole, whole) ** 0.5
+                if np.isfinite(norm):
+                    norms[unit] = norm * self.share
+                    if on_unit is not None:
+                        on_unit(unit, whole)
+                else:
+                    bad[unit] = 1
+            if bad[unit]:  # nothing that is not a number goes into the sum over ranks
+                sketches[:, unit], losses[:, unit] = 0, 0
+        sketches, tokens, losses, norms, bad = self.all_sum(sketches, tokens, losses, norms, bad)
+        bad_units = tuple(int(u) for u in np.flatnonzero(bad))
+        return Probed(tuple(pieces), sketches, tokens, losses, norms, bad_units)
+
+    # --- answers --------------------------------------------------------------------------------
+
+    def answer(
+        self,
+        probed: Probed,
+        gram: np.ndarray,
+        advantage: np.ndarray,
+        halves: tuple[np.ndarray, np.ndarray] | None,
+    ) -> Influence:
+        """Return the finding about a window without bad units."""
+        return self._influence(probed, gram, advantage, halves, ())
+
+    def refuse(self, probed: Probed, bad_units: Sequence[int] = ()) -> Influence:
+        """Return the finding about a window with bad units: no advantage."""
+        zeros = np.zeros((self.num_units, self.num_units))
+        bad_units = tuple(sorted({*probed.bad_units, *bad_units}))
+        return self._influence(probed, zeros, zeros.copy(), None, bad_units)
+
+    def _influence(
+        self,
+        probed: Probed,
+        gram: np.ndarray,
+        advantage: np.ndarray,
+        halves: tuple[np.ndarray, np.ndarray] | None,
+        bad_units: tuple[int, ...],
+    ) -> Influence:
+        counts = np.array([self._num_sequences["gradients"], self._num_sequences["forwards"]])
+        (counts,) = self.all_sum(counts * self.share / self.source.num_sequences)
+        weights = np.maximum(probed.tokens, 1e-300)  # a bad unit may have none
+        return Influence(
+            advantage=advantage,
+            halves=halves,
+            gram=gram,
+            losses=weighted_mean(probed.losses, weights),
+            gradient_norms=probed.norms,
+            num_gradients=float(counts[0]),
+            num_forwards=float(counts[1]),
+            seconds=self.seconds,
+            bad_units=bad_units,
+        )
+
+
+def is_usable(loss: Loss) -> bool:
+    """Whether a loss is a number, of at least one token."""
+    return bool(np.isfinite(loss.mean)) and loss.num_tokens > 0
+
+
+def add(total: Vector, vector: Iterable[torch.Tensor], factor: float, *, is_first: bool) -> None:
+    """Add factor * vector to a total, in place; the first time the total's content is dropped."""
+    for sum_, x in zip(total, vector, strict=True):
+        if is_first:
+            sum_.copy_(x).mul_(factor)
+        else:
+            sum_.add_(x, alpha=factor)
+
+
+def scale(vector: Vector, factor: float) -> None:
+    """Multiply a vector in place."""
+    for tensor in vector:
+        tensor.mul_(factor)

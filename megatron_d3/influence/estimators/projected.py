@@ -1,0 +1,176 @@
+"""Projected curvature: each unit's Hessian along the window's main gradient directions.
+
+Gradients lie in few directions of high curvature, where a Hessian's diagonal holds next to nothing
+of g^T H g. So H_j is measured along an orthonormal basis P (d x r) of the window's gradients, by r
+forward differences of gradients a unit, and `algebra.projected_quadratic` does the rest from
+sketches: neither a gradient nor a product H_j P is stored. R (grad_j(theta + eps P) - grad_j(theta))
+is the difference of two sketches.
+
+    basis      P                                                          gradients a unit
+    mean       the window's mean gradient; r = 1                          1 + m / n
+    principal  the r main eigenvectors of the (sketched) Gram matrix;     2 + r m / n
+               one pass more forms them
+
+m of the n probe sequences are used for curvature. Memory: two extra vectors, r + 1 for `principal`.
+Between data-parallel groups goes one direction (r of them) a window.
+
+Split halves: gradients and curvature of the two halves of the sequences; P is common to both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_d3.errors import ProbeError
+from megatron_d3.influence.estimators.algebra import advantage_of, gram_of, projected_quadratic
+from megatron_d3.influence.estimators.measuring import (
+    Measuring,
+    Probed,
+    add,
+    cut_halves,
+    is_usable,
+    scale,
+)
+from megatron_d3.influence.settings import D3Config
+from megatron_d3.influence.source import GradientSource, Influence, StepModel
+
+if TYPE_CHECKING:
+    from megatron_d3.influence.sketch import Sketch
+    from megatron_d3.influence.source import Vector
+
+_RANK_TOLERANCE = 1e-9
+"""Eigenvalues of the Gram matrix below this share of the largest are rounding."""
+
+
+def estimate(
+    source: GradientSource, sketch: Sketch, settings: D3Config, step: StepModel
+) -> Influence:
+    """Return S by curvature along the mean gradient or principal directions; see the module."""
+    measuring = Measuring(source, sketch, settings, step)
+    is_mean = settings.basis == "mean" or (settings.basis == "auto" and settings.directions == 1)
+    total = source.new_vector() if is_mean else []
+
+    def add_to_total(unit: int, gradient: Vector) -> None:
+        add(total, measuring.whitened(gradient), 1.0, is_first=False)
+
+    pieces = cut_halves(source.num_sequences, measuring.num_curved)
+    probed = measuring.probe(pieces, on_unit=add_to_total if is_mean else None)
+    if probed.bad_units:
+        return measuring.refuse(probed)
+    if is_mean:
+        with measuring.timed("reduce"):
+            source.sum_over_groups(total)
+        directions = _orthonormal(source, [total])
+    else:
+        directions = _orthonormal(source, _principal(measuring, probed))
+    basis = np.array([measuring.sketch(d) for d in directions]).reshape(-1, measuring.dim)
+    basis = measuring.group_sum(basis)  # (r, k)
+    products, bad_units = _products(measuring, probed, directions)
+    if bad_units:
+        return measuring.refuse(probed, bad_units)
+    return _conclude(measuring, probed, products, basis)
+
+
+def _principal(measuring: Measuring, probed: Probed) -> list[Vector]:
+    """Return the window's main r directions: sums of its gradients, by one pass over all units."""
+    gram = gram_of(probed.of(None, probed.sketches))
+    values, vectors = np.linalg.eigh(gram)  # ascending
+    last = max(values[-1], 0.0)
+    rank = int(np.sum(values > _RANK_TOLERANCE * last)) if last > 0 else 0
+    num_directions = min(measuring.settings.directions, rank)
+    weights = vectors[:, ::-1][:, :num_directions]  # (L, r)
+    directions: list[Vector] = [measuring.source.new_vector() for _ in range(num_directions)]
+    for unit in measuring.source.own_units if directions else ():
+        measuring.gradient(unit, 0, measuring.source.num_sequences)
+        for direction, weight in zip(directions, weights[unit], strict=True):
+            gradient = measuring.whitened(measuring.source.gradients)
+            add(direction, gradient, float(weight), is_first=False)
+    with measuring.timed("reduce"):
+        for direction in directions:
+            measuring.source.sum_over_groups(direction)
+    return directions
+
+
+def _orthonormal(source: GradientSource, vectors: list[Vector]) -> list[Vector]:
+    """Make vectors orthonormal in place (Gram-Schmidt) and drop those that others span."""
+    kept: list[Vector] = []
+    for vector in vectors:
+        before = source.dot(vector, vector)
+        for other in kept:
+            add(vector, other, -source.dot(vector, other), is_first=False)
+        square = source.dot(vector, vector)
+        if square > _RANK_TOLERANCE * before:  # no direction is left where all gradients are 0
+            scale(vector, square**-0.5)
+            kept.append(vector)
+    return kept
+
+
+def _products(
+    measuring: Measuring, probed: Probed, directions: list[Vector]
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return sketches of H_j P by forward differences, and the units that gave no number.
+
+    The displacement is P^(1/2) d in the weights, and its gradients are multiplied by P^(1/2), so
+    that the product is that of the whitened Hessian. Weights of low precision are displaced by a
+    multiple of what was asked, plus rounding that has nothing to do with gradients: the multiple
+    is taken out.
+
+    Returns:
+        (r, P, L, k), 0 for pieces that are not curved; directions are overwritten.
+    """
+    source = measuring.source
+    shape = (len(directions), len(probed.pieces), measuring.num_units, measuring.dim)
+    moved, bad = np.zeros(shape), np.zeros(measuring.num_units)
+    lengths = np.zeros(len(directions))
+    for number, direction in enumerate(directions):
+        if measuring.root is not None:
+            for tensor, root in zip(direction, measuring.root, strict=True):
+                tensor.mul_(root)
+        square = source.dot(direction, direction)
+        size = measuring.difference_size(square**0.5)
+        with source.displaced(direction, size) as applied:
+            lengths[number] = size * source.dot(applied, direction) / square
+            for unit in source.own_units:
+                for index, piece in enumerate(probed.pieces):
+                    if not piece.is_curved:
+                        continue
+                    loss = measuring.gradient(unit, piece.start, piece.stop)
+                    sketch = measuring.sketch(measuring.whitened(source.gradients))
+                    if is_usable(loss) and np.isfinite(sketch).all():
+                        moved[number, index, unit] = sketch
+                    else:
+                        bad[unit] = 1
+    share = np.array(measuring.share)
+    moved, bad, lengths, num_groups = measuring.all_sum(moved, bad, lengths * share, share)
+    curved = np.array([piece.is_curved for piece in probed.pieces])[:, None, None]
+    lengths = lengths / num_groups  # the same on every rank, to the last bit
+    if not (lengths > 0).all():
+        raise ProbeError(
+            f"d3.order.difference: {measuring.difference:g} of the weights' norm does not move "
+            "weights of this precision; choose a larger one"
+        )
+    products = np.where(curved, moved - probed.sketches, 0) / lengths[:, None, None, None]
+    return products, tuple(int(u) for u in np.flatnonzero(bad))
+
+
+def _conclude(
+    measuring: Measuring, probed: Probed, products: np.ndarray, basis: np.ndarray
+) -> Influence:
+    """Return S of the whole and of the halves from sketches (P, L, k) and (r, P, L, k)."""
+    factors = measuring.clip_factors(probed.norms)
+
+    def advantage(half: int | None) -> np.ndarray:
+        gradients = probed.of(half, probed.sketches)  # (L, k)
+        curved = (
+            np.stack([probed.curved_mean(half, h) for h in products])
+            if len(products)
+            else (np.zeros((0, *gradients.shape)))
+        )  # (r, L, k)
+        quadratic = projected_quadratic(gradients, curved, basis)
+        return advantage_of(gram_of(gradients), quadratic, factors, measuring.step.gamma)
+
+    halves = (advantage(0), advantage(1)) if probed.has_halves else None
+    gram = gram_of(probed.of(None, probed.sketches))
+    return measuring.answer(probed, gram, advantage(None), halves)
