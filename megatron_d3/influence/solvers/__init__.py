@@ -19,7 +19,7 @@ from megatron_d3.influence.solvers.exact import exact
 from megatron_d3.influence.solvers.greedy_insertion import greedy_insertion
 from megatron_d3.influence.solvers.ils import ils
 from megatron_d3.influence.solvers.insertion import insertion
-from megatron_d3.influence.solvers.kernels import is_compiled, whole_numbers
+from megatron_d3.influence.solvers.kernels import is_compiled, sort_twins, whole_numbers
 from megatron_d3.influence.solvers.row_sum import row_sum
 from megatron_d3.influence.solvers.rsr import rsr
 
@@ -60,20 +60,7 @@ def solve(
     """
     weights = whole_numbers(np.asarray(advantage, np.float64))
     order = SOLVERS[settings.solver](weights, settings=settings, seed=seed)
-    return _sort_twins(weights, order)
-
-
-def _sort_twins(weights: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return the order with units of equal rows by index: they may change places at no cost."""
-    _, group = np.unique(weights, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    if not len(group) or group.max() + 1 == len(group):
-        return order
-    by_group = np.argsort(group, kind="stable")  # in each group by index
-    places = np.argsort(group[order], kind="stable")  # in each group by position
-    sorted_order = np.empty_like(order)
-    sorted_order[places] = by_group
-    return sorted_order
+    return sort_twins(weights, order)
 
 
 __all__ = ["SOLVERS", "VERSION", "is_compiled", "solve"]

@@ -46,6 +46,29 @@ def whole_numbers(advantage: np.ndarray) -> np.ndarray:
     return np.rint(np.ldexp(exact, bits - exponent)).astype(np.int64)
 
 
+def sort_twins(matrix: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return the order with units whose rows are equal in the sequence of their indices.
+
+    Where only the matrix decides what an order is worth, such units may change places at no cost.
+
+    Args:
+        matrix: (L, L), a row a unit.
+        order: (L,) int64.
+
+    >>> sort_twins(np.zeros((3, 3)), np.array([2, 0, 1]))
+    array([0, 1, 2])
+    """
+    _, group = np.unique(matrix, axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    if not len(group) or group.max() + 1 == len(group):
+        return order
+    by_group = np.argsort(group, kind="stable")  # in each group by index
+    places = np.argsort(group[order], kind="stable")  # in each group by position
+    sorted_order = np.empty_like(order)
+    sorted_order[places] = by_group
+    return sorted_order
+
+
 def iterated_search(
     weights: np.ndarray, order: np.ndarray, pairs: np.ndarray
 ) -> np.ndarray:
