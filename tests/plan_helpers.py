@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
+from megatron_d3.plan.draft import Draft, Orderer, WindowRule, stored_order
 from megatron_d3.plan.header import DomainRecord, RunHeader
 from megatron_d3.plan.keeper import PlanKeeper
 from megatron_d3.plan.replay import DeciderFactory
@@ -109,7 +110,19 @@ def make_decider(head: RunHeader, table_ids: tuple[int, ...]) -> Decider:
     return Decider(
         domains=[domain.info for domain in head.domains], table_ids=table_ids, mixer=mixer, cap=cap,
         total_samples=head.total_samples, batch_schedule=head.batch_schedule, seed=head.seed,
-        sampling=head.config["sampling"], round_steps=head.config["round_steps"])
+        sampling=head.config["sampling"], round_steps=head.config["round_steps"],
+        windows=WindowRule(**order) if (order := head.config.get("order")) is not None else None)
+
+
+def reverse_order(draft: Draft) -> np.ndarray:
+    """The last unit first."""
+    return np.arange(draft.num_units)[::-1]
+
+
+def random_order(draft: Draft) -> np.ndarray:
+    """A permutation that depends on where the window lies and on what it holds."""
+    key = [draft.round, draft.start, int(draft.records["sample"].sum())]
+    return np.random.default_rng(key).permutation(draft.num_units)
 
 
 def infos(*sizes: int) -> list[DomainInfo]:
@@ -143,13 +156,15 @@ class Trainer:
         read_ahead: positions that must be decided ahead of training.
         save_every: iterations between checkpoints.
         factory: builds the deciders.
+        orderer: finds the order of windows, if the header asks for any.
     """
 
     def __init__(
         self, directory: Path, head: RunHeader, *, read_ahead: int = 8, save_every: int = 3,
-        factory: DeciderFactory = make_decider,
+        factory: DeciderFactory = make_decider, orderer: Orderer = stored_order,
     ) -> None:
         self.directory, self.head, self.factory = directory, head, factory
+        self.orderer = orderer
         self.read_ahead, self.save_every = read_ahead, save_every
 
     def measure(self, step: int, records: np.ndarray, table_ids: Sequence[int]) -> StepSignals:
@@ -168,7 +183,7 @@ class Trainer:
         while consumed < self.head.total_samples and iteration != stop_at:
             size = schedule.size_at(consumed)
             until = schedule.stop_after(consumed, 1 + -(-self.read_ahead // size))
-            keeper.advance(until)
+            keeper.advance(until, self.orderer)
             records = keeper.positions(consumed, consumed + size)
             consumed += size
             signals = self.measure(iteration, records, keeper.decider.table_ids)

@@ -7,19 +7,21 @@ needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_d3.errors import PlanError
-from megatron_d3.plan.decide import number_draws
+from megatron_d3.plan.draws import Draws
 from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
 from megatron_d3.plan.replay import DeciderFactory, Replay, ReplayError
-from megatron_d3.plan.rows import NO_HASH, iter_lines, last_line, unseal
+from megatron_d3.plan.rows import NO_HASH, LossRow, iter_lines, last_line, unseal
 from megatron_d3.plan.segment import RECORD
 from megatron_d3.plan.snapshot import Snapshot
 from megatron_d3.plan.state import DeciderState
+from megatron_d3.plan.windows import WINDOWS, WindowRow
 
 # A plan of another run would fill the screen.
 _MAX_FINDINGS = 10
@@ -35,6 +37,7 @@ class Audit:
         num_positions: positions checked.
         num_steps: ledger rows checked.
         num_states: stored states checked.
+        num_windows: windows among the rounds, each checked to hold just its units.
     """
 
     findings: tuple[str, ...]
@@ -42,6 +45,7 @@ class Audit:
     num_positions: int
     num_steps: int
     num_states: int
+    num_windows: int = 0
 
     @property
     def is_sound(self) -> bool:
@@ -67,9 +71,10 @@ class _Auditor:
         self._reader = reader
         self._make_decider = make_decider
         self._findings: list[str] = []
-        self._cursors = np.zeros(len(reader.plan.table), np.int64)  # by table id
+        self._draws = Draws(len(reader.plan.table))
+        self._generation = 0
         self._states = {(s.round, s.iteration): s for s in reader.snapshots()}
-        self._num_rounds = self._num_states = self._num_steps = 0
+        self._num_rounds = self._num_states = self._num_steps = self._num_windows = 0
         self._checked_to = reader.first_position
 
     def run(self) -> Audit:
@@ -81,23 +86,28 @@ class _Auditor:
             self._check_ends()
             self._findings += [f"{snapshot.path}: not a state of this plan"
                                for snapshot in self._states.values()]
-        try:
-            self._check_evals()
-        except PlanError as error:
-            self._findings.append(str(error))
+        for name, rows in ((EVALS, self._reader.evals()), (WINDOWS, self._reader.windows())):
+            try:
+                self._check_seals(name, rows)
+            except PlanError as error:
+                self._findings.append(str(error))
         return Audit(tuple(self._findings), self._num_rounds,
                      self._checked_to - self._reader.first_position, self._num_steps,
-                     self._num_states)
+                     self._num_states, self._num_windows)
 
     def _replay(self) -> None:
         replay = Replay(self._reader, self._make_decider, visit=self._check_state)
         try:
             for row, segment in replay.rounds():
+                self._enter(replay)
                 stop = self._reader.stop_of(row)
                 if stop > segment.start:
                     self._check_positions(row.round, segment.start,
-                                          segment.records[:stop - segment.start])
+                                          segment.records[:stop - segment.start],
+                                          is_ordered=segment.unit is not None)
                 self._num_rounds += 1
+                if segment.unit is not None and segment.stop == replay.state.position:
+                    self._end_window(replay, is_whole=stop == segment.stop)
         finally:
             self._num_steps = sum(1 for _ in iter_lines(self._reader.directory / LEDGER))
         if replay.state.consumed > replay.state.position:
@@ -105,7 +115,27 @@ class _Auditor:
                 f"{ROUNDS}: decides positions up to {replay.state.position - 1}, but training has "
                 f"consumed {replay.state.consumed}: its end is missing")
 
-    def _check_positions(self, round_number: int, start: int, expected: np.ndarray) -> None:
+    def _enter(self, replay: Replay) -> None:
+        """Take over the cursors of a generation that begins: they only ever go forward."""
+        if replay.generation == self._generation:
+            return
+        self._generation = replay.generation
+        for domain in self._draws.begin(replay.current.cursors):
+            self._findings.append(
+                f"generation {self._generation} (from position {replay.current.position}): draws "
+                f"{self._reader.plan.table[domain].name} again from "
+                f"{replay.current.cursors[domain]} on, which was trained on before")
+
+    def _end_window(self, replay: Replay, *, is_whole: bool) -> None:
+        self._num_windows += 1
+        if is_whole and replay.state.pending is None and len(self._draws.ahead):
+            self._findings.append(
+                f"round {self._num_rounds - 1}: its window ends before "
+                f"{self._named(self._draws.ahead[0])}, but a sample drawn earlier is missing")
+
+    def _check_positions(
+        self, round_number: int, start: int, expected: np.ndarray, *, is_ordered: bool
+    ) -> None:
         num_stored = self._reader.first_position + self._reader.num_stored - start
         stored = self._reader.stored(start, start + min(len(expected), max(0, num_stored)))
         if stored.tobytes() != expected[:len(stored)].tobytes():
@@ -113,16 +143,15 @@ class _Auditor:
             self._findings.append(
                 f"position {start + i} (round {round_number}): {POSITIONS} has "
                 f"{self._named(stored[i])}, expected {self._named(expected[i])}")
-        samples, cursors = number_draws(expected["domain"], self._cursors)
-        repeated = np.flatnonzero(samples != expected["sample"])
-        if len(repeated):  # the replay itself would repeat or lose a sample
-            i = int(repeated[0])
+        wrong = self._draws.ordered(expected) if is_ordered else self._draws.consecutive(expected)
+        if wrong is not None:  # the replay itself would repeat or lose a sample
+            what = ("was drawn before" if is_ordered else
+                    f"is not the next sample of its domain, which is {self._draws.wanted}")
             self._findings.append(
-                f"position {start + i} (round {round_number}): {self._named(expected[i])} is not "
-                f"the next sample of its domain, which is {int(samples[i])}")
+                f"position {start + wrong} (round {round_number}): "
+                f"{self._named(expected[wrong])} {what}")
         if len(self._findings) >= _MAX_FINDINGS:
             raise ReplayError(f"{_MAX_FINDINGS} findings: stopped at position {start}")
-        self._cursors = cursors
         self._checked_to = start + len(stored)
         if len(stored) < len(expected):
             raise ReplayError(f"position {self._checked_to}: {POSITIONS} ends before it; its end is "
@@ -152,7 +181,7 @@ class _Auditor:
             self._findings.append(
                 f"{POSITIONS}: holds {size} bytes, {ROUNDS} commits {committed}: the end of {ROUNDS} "
                 "is missing, or the run was killed while writing (a resume sets that aside)")
-        for name in (ROUNDS, LEDGER, EVALS):
+        for name in (ROUNDS, LEDGER, EVALS, WINDOWS):
             path = reader.directory / name
             last = last_line(path)
             end = 0 if last is None else last[1]
@@ -160,12 +189,12 @@ class _Auditor:
                 self._findings.append(f"{name}: its last row is torn: the run was killed while "
                                       "writing (a resume sets it aside)")
 
-    def _check_evals(self) -> None:
+    def _check_seals(self, name: str, rows: Iterable[tuple[LossRow | WindowRow, int, bytes]]) -> None:
         seal: str | None = NO_HASH
-        for row, _, line in self._reader.evals():
+        for row, _, line in rows:
             seal = unseal(line, seal or NO_HASH)
             if seal is None:
-                self._findings.append(f"{EVALS}: the row of iteration {row.iteration} was changed, "
+                self._findings.append(f"{name}: the row of iteration {row.iteration} was changed, "
                                       "or rows before it are missing")
                 return
 

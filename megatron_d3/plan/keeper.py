@@ -37,6 +37,7 @@ from megatron_d3.plan.resume import resume
 from megatron_d3.plan.segment import Segment
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import PlanStore
+from megatron_d3.plan.windows import WindowRow
 from megatron_d3.types import StepSignals
 
 # A resume replays at most so many rounds: ~0.1 s at a global batch of 1,024.
@@ -232,6 +233,18 @@ class PlanKeeper(PlanFollower):
             PlanError: the row cannot be written.
         """
         self.store.append_eval(self.state.iteration, split, loss_sums, num_tokens)
+
+    def note_window(self, row: WindowRow, arrays: Mapping[str, np.ndarray]) -> None:
+        """Record what was measured in a window; decisions do not depend on it.
+
+        Args:
+            row: its `round` and `iteration` are those of the window's draft.
+            arrays: named arrays, e.g. S and the order.
+
+        Raises:
+            PlanError: it cannot be written.
+        """
+        self.store.append_window(row, arrays)
 
     def sync(self) -> None:
         """Make the plan survive a power failure. Before each checkpoint; else at most once a second.

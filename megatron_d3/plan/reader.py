@@ -13,6 +13,7 @@ from megatron_d3.plan.header import PlanFile
 from megatron_d3.plan.rows import LossRow, RoundRow, iter_lines, last_line, parsed
 from megatron_d3.plan.segment import RECORD
 from megatron_d3.plan.snapshot import Snapshot
+from megatron_d3.plan.windows import WindowRow, read_windows
 
 PLAN, POSITIONS, ROUNDS, LEDGER, EVALS, STATE = (
     "plan.json", "positions.bin", "rounds.jsonl", "ledger.jsonl", "evals.jsonl", "state")
@@ -82,6 +83,11 @@ class PlanReader:
         path = self.directory / EVALS
         for line, end in iter_lines(path):
             yield parsed(path, line, LossRow), end, line
+
+    def windows(self) -> Iterator[tuple[WindowRow, int, bytes]]:
+        """Yield what was noted of each window, each with the end of its line, and the line; see
+        `windows.read_arrays` for its arrays."""
+        return read_windows(self.directory)
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Return the records of positions [start, stop); many are memory-mapped.

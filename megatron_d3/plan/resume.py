@@ -15,6 +15,8 @@ from pathlib import Path
 
 from megatron_d3.errors import ResumeError
 from megatron_d3.plan.decide import Decider
+from megatron_d3.plan.draft import num_passed_over
+from megatron_d3.plan.files import is_there
 from megatron_d3.plan.header import Difference, Generation, PlanFile, RunHeader, differences
 from megatron_d3.plan.reach import (
     Checkpoint,
@@ -35,6 +37,7 @@ from megatron_d3.plan.replay import (
 from megatron_d3.plan.rows import LossRow, last_line, parsed
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import Cut, PlanStore, num_bytes
+from megatron_d3.plan.windows import WINDOWS, kept, stored_arrays
 
 _FORK = "or go on with the new value from this checkpoint by --d3-resume fork"
 _ADVICE = {
@@ -96,23 +99,23 @@ def resume(
             f"plan {directory}: starts at iteration {first.iteration}, the checkpoint is of "
             f"iteration {checkpoint.iteration}; load a later checkpoint, or give this run another "
             "--d3-plan-dir and --d3-resume fork")
-    kept = reader.plan.before(checkpoint.iteration)
-    header = header.following(kept.generations[-1].header)
-    decider = make_decider(header, kept.table_with(header)[1])
+    plan = reader.plan.before(checkpoint.iteration)
+    header = header.following(plan.generations[-1].header)
+    decider = make_decider(header, plan.table_with(header)[1])
     # A start that failed before its first round left nothing that a change could harm.
     is_fork = is_fork or (
         checkpoint.iteration == first.iteration and last_line(directory / ROUNDS) is None)
-    changes = _allowed(directory, kept.generations[-1], header, decider, make_decider, is_fork)
+    changes = _allowed(directory, plan.generations[-1], header, decider, make_decider, is_fork)
     _check_total(directory, header, checkpoint)
     if checkpoint.iteration == first.iteration:
         check_consumed(directory, checkpoint, first.position)
         return _start_over(directory, reader, header, decider, changes)
     _check_ledger(directory, reader, checkpoint)
-    dropped = reader.plan.generations[len(kept.generations):]
+    dropped = reader.plan.generations[len(plan.generations):]
     num_valid = min([reader.first_position + reader.num_stored, *(g.position for g in dropped)])
-    reader.plan = kept
+    reader.plan = plan
     start = choose_start(reader, checkpoint, num_valid)
-    old = kept.generations[-1]
+    old = plan.generations[-1]
     if is_replayable(old.header, header):
         reached = reach(reader, checkpoint, make_decider, start)
     else:
@@ -121,13 +124,16 @@ def resume(
     store, messages = _cut(reader, checkpoint, reached, start, end)
     if not changes:
         return Resumed(store, decider, reached.state, tuple(messages))
-    new = next_generation(kept, len(kept.generations) - 1, reached.rewound, header,
+    new = next_generation(plan, len(plan.generations) - 1, reached.rewound, header,
                           iteration=checkpoint.iteration, round_number=reached.state.round)
     state = enter(reached.state, reached.rewound, old, new, decider)
     # So that no later resume has to go back beyond this point. Before the plan counts it as begun.
-    store.snapshot(state, generation=len(kept.generations))
-    store.write_plan(kept.with_generation(new))
-    return Resumed(store, decider, state, (*messages, *_describe(old, new, changes)))
+    store.snapshot(state, generation=len(plan.generations))
+    store.write_plan(plan.with_generation(new))
+    num_passed = num_passed_over(
+        reached.rewound, cursors=[old.cursors[i] for i in old.domain_ids],
+        num_positions=checkpoint.consumed - old.position)
+    return Resumed(store, decider, state, (*messages, *_describe(old, new, changes, num_passed)))
 
 
 def _allowed(
@@ -188,9 +194,11 @@ def _start_over(
     plan = PlanFile.begin(header if changes else first.header, iteration=first.iteration,
                           position=first.position)
     sizes = dict.fromkeys((LEDGER, ROUNDS, POSITIONS, EVALS), 0)
-    snapshots = tuple(snapshot.path for snapshot in reader.snapshots())
+    if is_there(directory / WINDOWS):
+        sizes[WINDOWS] = 0
+    arrays = (*(snapshot.path for snapshot in reader.snapshots()), *stored_arrays(directory))
     store = PlanStore(directory)
-    aside = store.set_aside(Cut(plan, sizes, snapshots, first.iteration))
+    aside = store.set_aside(Cut(plan, sizes, arrays, first.iteration))
     messages = [_aside_message(aside, first.iteration)] if aside else []
     decider = replace(decider, table_ids=plan.generations[0].domain_ids)
     state = decider.init(position=first.position, iteration=first.iteration)
@@ -210,22 +218,32 @@ def _cut(
         if row.iteration > checkpoint.iteration:
             break
         evals_end = offset
-    kept = min(start.valid_end, end) - reader.first_position
+    num_kept = min(start.valid_end, end) - reader.first_position
     sizes = {LEDGER: reached.ledger_end, ROUNDS: reached.rounds_end, EVALS: evals_end,
-             POSITIONS: num_bytes(kept)}
+             POSITIONS: num_bytes(num_kept)}
+    windows_end, stale = kept(reader.directory, iteration=checkpoint.iteration,
+                              num_rounds=reached.state.round)
+    if is_there(reader.directory / WINDOWS):
+        sizes[WINDOWS] = windows_end
     store = PlanStore(reader.directory)
-    aside = store.set_aside(Cut(reader.plan, sizes, start.stale, checkpoint.iteration))
+    arrays = (*start.stale, *stale)
+    aside = store.set_aside(Cut(reader.plan, sizes, arrays, checkpoint.iteration))
     for first, records in reached.missing:
         store.write_missing(records[:max(0, end - first)])
     return store, [_aside_message(aside, checkpoint.iteration)] if aside else []
 
 
-def _describe(old: Generation, new: Generation, changes: Sequence[Difference]) -> list[str]:
+def _describe(
+    old: Generation, new: Generation, changes: Sequence[Difference], num_passed: int
+) -> list[str]:
     lines = [f"d3 plan: from position {new.position} on: {change}" for change in changes]
     started = [domain.name for domain, i in zip(new.header.domains, new.domain_ids, strict=True)
                if i >= len(old.cursors)]
     left = [domain.name for domain, i in zip(old.header.domains, old.domain_ids, strict=True)
             if i not in new.domain_ids and domain.name not in new.header.names]
+    if num_passed:
+        lines.append(f"d3 plan: {num_passed} samples are passed over: their units were decided for later "
+                     "steps of a window than those trained")
     if started:
         lines.append(f"d3 plan: new or changed domains, from their first sample: {', '.join(started)}")
     if left:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -248,7 +248,14 @@ def last_line(path: Path, *, before: int | None = None) -> tuple[bytes, int] | N
     return complete[complete.rfind(b"\n", 0, -1) + 1:], start + len(complete)
 
 
-def parsed[Row: (RoundRow, LossRow)](path: Path, line: bytes, kind: type[Row]) -> Row:
+class Parsable(Protocol):
+    """A kind of row."""
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self: ...
+
+
+def parsed[Row: Parsable](path: Path, line: bytes, kind: type[Row]) -> Row:
     """Read a line of a file.
 
     Raises:

@@ -5,6 +5,8 @@
     rounds.jsonl         one row a round: commits its positions   appended
     ledger.jsonl         one row a training step                  appended
     evals.jsonl          one row an evaluation                    appended
+    windows.jsonl        one row a window, where there are any    appended
+    windows/*.npz        its arrays                               added
     state/*.npz          scheduler states                         added
     abandoned-NNNN/      what a resume from an older checkpoint set aside
     lock                 held by the writing process
@@ -15,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from megatron_d3.plan.rows import NO_HASH, LossRow, RoundRow, last_line, seal_of
 from megatron_d3.plan.segment import RECORD, Segment
 from megatron_d3.plan.snapshot import Snapshot
 from megatron_d3.plan.state import DeciderState
+from megatron_d3.plan.windows import ARRAYS, WINDOWS, WindowRow, write_arrays
 from megatron_d3.types import StepSignals
 
 
@@ -55,13 +58,13 @@ class Cut:
     Attributes:
         plan: content of `plan.json` after the cut.
         sizes: bytes kept, by file name.
-        snapshots: states that do not belong to what is kept.
+        arrays: stored states and windows' arrays that do not belong to what is kept.
         iteration: the checkpoint's, for the note left with what is set aside.
     """
 
     plan: PlanFile
     sizes: dict[str, int]
-    snapshots: tuple[Path, ...]
+    arrays: tuple[Path, ...]
     iteration: int
 
 
@@ -81,7 +84,10 @@ class PlanStore:
         self._lock = lock(directory)
         self._files = {name: AppendFile(directory / name)
                        for name in (POSITIONS, ROUNDS, LEDGER, EVALS)}
-        for stray in (*directory.glob("*.tmp"), *(directory / STATE).glob("*.tmp")):
+        if is_there(directory / WINDOWS):  # only a run with windows makes it
+            self._files[WINDOWS] = AppendFile(directory / WINDOWS)
+        for stray in (*directory.glob("*.tmp"), *(directory / STATE).glob("*.tmp"),
+                      *(directory / ARRAYS).glob("*.tmp")):
             if stray.is_file():  # half of an atomic write that never became a file
                 stray.unlink()
         self._seals: dict[str, str] = {}
@@ -147,6 +153,18 @@ class PlanStore:
         if last is None or not last[0].startswith(body[:-1]):
             self._append_sealed(EVALS, body)
 
+    def append_window(self, row: WindowRow, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write what was measured in a window: its arrays, if there are any, then its row.
+
+        Raises:
+            PlanError: it cannot be written.
+        """
+        if arrays:
+            write_arrays(self.directory, row.round, arrays)
+        if WINDOWS not in self._files:
+            self._files[WINDOWS] = AppendFile(self.directory / WINDOWS)
+        self._append_sealed(WINDOWS, row.to_body())
+
     def snapshot(self, state: DeciderState, *, generation: int | None = None) -> Snapshot:
         """Store the scheduler's state; it must be that of what was appended so far.
 
@@ -176,8 +194,9 @@ class PlanStore:
         Raises:
             PlanError: the disk refuses.
         """
-        for name in (POSITIONS, LEDGER, EVALS, ROUNDS):  # rounds last: they vouch for the rest
-            self._files[name].sync()
+        for name in (POSITIONS, LEDGER, EVALS, WINDOWS, ROUNDS):  # rounds vouch for the rest
+            if name in self._files:
+                self._files[name].sync()
         with explained(self.directory, "write"):
             sync_directory(self.directory)
 
@@ -214,18 +233,22 @@ class PlanStore:
             PlanError: it cannot be written.
         """
         tails = {name: size for name, size in cut.sizes.items() if self._files[name].size > size}
-        if not tails and not cut.snapshots and cut.plan == self.plan:
+        if not tails and not cut.arrays and cut.plan == self.plan:
             return None
         with explained(self.directory, "set aside a part of"):
             kept = self._copy_aside(tails, cut)
             # NOTE: the ledger first. Whatever of this a crash leaves undone, a checkpoint newer than
             # this one is refused, and the same one repeats the cut.
-            for name in (LEDGER, ROUNDS, POSITIONS, EVALS):
+            for name in (LEDGER, ROUNDS, POSITIONS, EVALS, WINDOWS):
                 if name in tails:
                     self._files[name].truncate(tails[name])
-            for path in cut.snapshots:
-                (kept / STATE).mkdir(exist_ok=True)
-                os.rename(path, kept / STATE / path.name)
+            if tails.get(WINDOWS) == 0:  # as if there had been no window
+                self._files.pop(WINDOWS).close()
+                (self.directory / WINDOWS).unlink()
+            for path in cut.arrays:
+                aside = kept / path.parent.name
+                aside.mkdir(exist_ok=True)
+                os.rename(path, aside / path.name)
         if cut.plan != self.plan:
             self.write_plan(cut.plan)
         self._find_seals()
@@ -260,7 +283,7 @@ class PlanStore:
         self._seals[name] = seal
 
     def _find_seals(self) -> None:
-        for name in (LEDGER, EVALS):
+        for name in (LEDGER, EVALS, WINDOWS):
             path = self.directory / name
             found = last_line(path)
             self._seals[name] = NO_HASH if found is None else seal_of(path, found[0])

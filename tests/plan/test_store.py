@@ -255,7 +255,7 @@ def test_set_aside_moves_tails_and_keeps_the_rest(tmp_path: Path) -> None:
     assert (aside / "state" / stale.name).read_bytes() == before[f"state/{stale.name}"]
     assert json.loads((aside / "note.json").read_text())["resumed_at_iteration"] == 1
     assert not stale.exists() and (tmp_path / "d3/state/00000001-00000000.npz").exists()
-    again = replace(cut, snapshots=())
+    again = replace(cut, arrays=())
     assert store.set_aside(again) is None  # nothing lies beyond it any more
     store.append_segment(made[1][1], iteration=0)
     assert store.set_aside(again) == tmp_path / "d3/abandoned-0002"
