@@ -181,7 +181,7 @@ class Trainer:
         reached = []
         schedule = self.head.batch_schedule
         while consumed < self.head.total_samples and iteration != stop_at:
-            size = schedule.size_at(consumed)
+            size = min(schedule.size_at(consumed), self.head.total_samples - consumed)
             until = schedule.stop_after(consumed, 1 + -(-self.read_ahead // size))
             keeper.advance(until, self.orderer)
             records = keeper.positions(consumed, consumed + size)
