@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,26 @@ def on_rank_0[T](function: Callable[[], T]) -> T:
     if box[1] is not None:
         raise EchoError(str(box[1]))
     return box[0]  # type: ignore[return-value]
+
+
+# What gloo says, and NCCL where it does not end the process itself.
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+) ?ms|[Tt]imeout\(ms\)=(\d+)")
+_PEER_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|No route to host|"
+                        r"remote process exited or there was a network error", re.IGNORECASE)
+
+
+def why_it_failed(error: RuntimeError) -> str | None:
+    """Say what a failed collective means; None for any other error."""
+    text = str(error)
+    if found := _TIMED_OUT.search(text):
+        seconds = int(found.group(1) or found.group(2)) / 1000
+        return (f"a collective did not end within {seconds:g} s, the time-out of "
+                "--distributed-timeout-seconds-after-init or --distributed-timeout-minutes: a rank "
+                "hangs, or its node cannot be reached. Resume from the last checkpoint")
+    if _PEER_GONE.search(text):
+        return ("another rank is gone in the middle of a collective; its own log says why, unless "
+                "it was killed. Resume from the last checkpoint")
+    return None
 
 
 _PART_BITS = 16

@@ -28,6 +28,7 @@ _USED: tuple[tuple[object, str, tuple[str, ...]], ...] = (
     (training, "train_step",
      ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config",
       "forward_backward_func", "iteration")),
+    (training, "save_checkpoint", ("iteration",)),
     (gpt_dataset, "_get_ltor_masks_and_position_ids",
      ("data", "eod_token", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
       "create_attention_mask")),

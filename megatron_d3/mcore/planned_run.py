@@ -28,7 +28,7 @@ from megatron.training import get_args, print_rank_0
 
 from megatron_d3.corpus.domain import Domain
 from megatron_d3.errors import PlanError
-from megatron_d3.mcore import collective
+from megatron_d3.mcore import collective, run_lease
 from megatron_d3.mcore.args import RunArgs
 from megatron_d3.mcore.datasets import HeldOutDataset, PlannedDataset, SampleMaker
 from megatron_d3.mcore.metrics import DomainMetrics
@@ -38,6 +38,7 @@ from megatron_d3.mcore.stock_data import is_built_on_this_rank
 from megatron_d3.mcore.tally import DomainTally
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanFollower, PlanKeeper
+from megatron_d3.plan.lease import Lease
 from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.plan.segment import Segment
 from megatron_d3.types import StepSignals
@@ -73,6 +74,7 @@ class PlannedRun:
             [domain.name for domain in domains], log_interval=args.log_interval,
             tensorboard_interval=args.tensorboard_log_interval)
         self._plan: PlanFollower | None = None  # on rank 0 a PlanKeeper
+        self._lease: Lease | None = None  # on rank 0, while the plan is open
         self._ring: PositionRing | None = None
         self._upcoming: deque[Segment] = deque()  # decided, not yet trained on
         self._read_ahead_steps: int | None = None  # known once the plan is open
@@ -131,12 +133,14 @@ class PlannedRun:
             self._plan = PlanFollower(
                 decider, decider.init(position=consumed, iteration=iteration))
             return
+        self._lease = lease = run_lease.claim(self._args.plan_dir)
         keepers: list[PlanKeeper] = []
 
         def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray, int | None]:
             keeper = PlanKeeper.open(
                 self._args.plan_dir, self._header, self._make_decider, iteration=iteration,
                 consumed=consumed, mode=self._args.resume, copy_from=self._args.load_plan_dir)
+            keeper.lease = lease
             keepers.append(keeper)
             # Copied: the file's memory map must not travel to other nodes.
             decided = np.array(keeper.positions(consumed, keeper.state.position))
@@ -344,7 +348,16 @@ class PlannedRun:
         self._metrics.evaluated(
             self.plan.state.iteration, loss_sums=loss_sums, num_tokens=num_tokens)
 
+    def before_save(self) -> None:
+        """Let no checkpoint be newer than the plan on disk, and none come of a life that is over."""
+        keeper = self._plan
+        collective.on_rank_0(lambda: keeper.sync() if isinstance(keeper, PlanKeeper) else None)
+
     def close(self) -> None:
         """Training is over: give the plan up."""
-        if isinstance(self._plan, PlanKeeper):
-            self._plan.close()
+        try:
+            if isinstance(self._plan, PlanKeeper):
+                self._plan.close()
+        finally:
+            if self._lease is not None:
+                self._lease.release()

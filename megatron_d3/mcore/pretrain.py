@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,15 @@ def main(started_at: float | None = None, *, task: Task | None = None) -> None:
             # Most likely rank 0 says the same, and the launcher ends this process meanwhile.
             time.sleep(_RANK_0_SECONDS)
         sys.exit(f"megatron_d3.pretrain: rank {rank}: {type(error).__name__}: {error}")
+    except RuntimeError as error:
+        from megatron_d3.mcore.collective import why_it_failed
+
+        reason = why_it_failed(error)
+        if reason is None:
+            raise
+        traceback.print_exc()
+        sys.exit(f"megatron_d3.pretrain: rank {os.environ.get('RANK', '0')} on "
+                 f"{socket.gethostname()}: {reason}")
 
 
 def _main(started_at: float, task: Task | None) -> None:
@@ -46,7 +57,7 @@ def _main(started_at: float, task: Task | None) -> None:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_d3.mcore import args as d3_args
-    from megatron_d3.mcore import compat, step_hook, stock_data
+    from megatron_d3.mcore import compat, exit_signal, step_hook, stock_data
     from megatron_d3.mcore.forward_step import ForwardStep
     from megatron_d3.mcore.model import model_config
 
@@ -96,6 +107,8 @@ def _main(started_at: float, task: Task | None) -> None:
         step_hook.install(run)
         provide, forward_step = run.provide, ForwardStep(run.tally, run.proxy)
         after_evaluation = run.after_evaluation
+    if args.exit_signal_handler:
+        exit_signal.shield_children(args.exit_signal)
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, model_config(args)),

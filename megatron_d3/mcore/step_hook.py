@@ -1,8 +1,8 @@
 """A hook on every rank between two training steps.
 
 Megatron 0.19 offers none, so :func:`install` wraps `megatron.training.training.train_step`, which
-`train()` looks up as a module global at each call. Its signature is checked at the start
-(`mcore/compat.py`). Nothing else of Megatron's loop is replaced.
+`train()` looks up as a module global at each call, and in the same way `save_checkpoint`. Both are
+checked at the start (`mcore/compat.py`). Nothing else of Megatron's loop is replaced.
 """
 
 from __future__ import annotations
@@ -28,10 +28,18 @@ class StepHook(Protocol):
     def after_step(self, iteration: int, *, is_skipped: bool) -> None:
         """Step `iteration` is done; `is_skipped` if the optimizer left the weights alone."""
 
+    def before_save(self) -> None:
+        """A checkpoint is about to be written: at an interval, a signal, or the end of the run."""
+
 
 def install(hook: StepHook) -> None:
-    """Call `hook` around every training step from now on."""
-    stock_step = training.train_step
+    """Call `hook` around every training step and before every checkpoint from now on."""
+    stock_step, stock_save = training.train_step, training.save_checkpoint
+
+    @functools.wraps(stock_save)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        hook.before_save()
+        return stock_save(*args, **kwargs)
 
     @functools.wraps(stock_step)
     def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
@@ -45,4 +53,4 @@ def install(hook: StepHook) -> None:
             hook.after_step(iteration, is_skipped=bool(result[1]))
         return result
 
-    training.train_step = train_step
+    training.train_step, training.save_checkpoint = train_step, save_checkpoint

@@ -30,6 +30,7 @@ from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.draft import Orderer
 from megatron_d3.plan.files import explained, is_there
 from megatron_d3.plan.header import PlanFile, RunHeader
+from megatron_d3.plan.lease import Lease
 from megatron_d3.plan.reach import Checkpoint
 from megatron_d3.plan.reader import PLAN
 from megatron_d3.plan.replay import DeciderFactory
@@ -142,7 +143,12 @@ class PlanKeeper(PlanFollower):
         store: the plan on disk, as of `state`.
         messages: lines for the log: what a resume did.
         snapshot_every: rounds between stored states.
+
+    Attributes:
+        lease: the right to write, where several jobs may want it.
     """
+
+    lease: Lease | None = None
 
     def __init__(
         self, decider: Decider, state: DeciderState, store: PlanStore,
@@ -232,6 +238,7 @@ class PlanKeeper(PlanFollower):
         Raises:
             PlanError: the row cannot be written.
         """
+        self._require_lease()
         self.store.append_eval(self.state.iteration, split, loss_sums, num_tokens)
 
     def note_window(self, row: WindowRow, arrays: Mapping[str, np.ndarray]) -> None:
@@ -250,16 +257,24 @@ class PlanKeeper(PlanFollower):
         """Make the plan survive a power failure. Before each checkpoint; else at most once a second.
 
         Raises:
-            PlanError: the disk refuses.
+            PlanError: the disk refuses, or another life of the job has taken over.
         """
+        self._require_lease()
         self.store.sync()
 
     def close(self) -> None:
         """Sync and give the plan up."""
-        self.store.sync()
-        self.store.close()
+        try:
+            self.store.sync()
+        finally:
+            self.store.close()
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.require()
 
     def _write_segments(self, segments: Sequence[Segment], after: DeciderState) -> None:
+        self._require_lease()
         before = self.state.round
         self.store.append_segments(segments, iteration=self.state.iteration)
         self.state = after
@@ -267,6 +282,7 @@ class PlanKeeper(PlanFollower):
             self.store.snapshot(after)
 
     def _write_step(self, signals: StepSignals) -> None:
+        self._require_lease()
         self.store.append_ledger(signals)
 
 

@@ -4,8 +4,8 @@ A file lock ends with its process, but does not reach every node on every file s
 node loses its network the scheduler starts the job again elsewhere while the old processes go on.
 So each life that writes a plan owns a numbered file, and the highest number owns the plan:
 
-    lives/0001.json    job 4711, restart 0, on node1    (its time of change is the last renewal)
-    lives/0002.json    job 4711, restart 1, on node3    <- the owner
+    run/d3.lives/0001.json    job 4711, restart 0, on node1  (its time of change: the last renewal)
+    run/d3.lives/0002.json    job 4711, restart 1, on node3  <- the owner
 
 * A new life takes the next number by creating that file, which only one can.
 * The owner touches its file six times a lease. Once it sees a higher number it stops: the write
@@ -37,7 +37,6 @@ from megatron_d3.errors import PlanError
 from megatron_d3.plan.files import explained, write_atomically
 from megatron_d3.plan.life import Life
 
-LIVES = "lives"
 _RENEWALS = 6  # a lease
 _PATIENCE = 1.5  # leases until a silent owner counts as dead
 _RUNNING, _ENDED = "running", "ended"
@@ -85,7 +84,7 @@ class Lease:
         cls, directory: Path, life: Life, *, say: Callable[[str], None] = lambda text: None,
         poll_seconds: float = 0.2,
     ) -> Lease:
-        """Become the writer of a plan directory, made if missing.
+        """Become the writer of a plan directory, which need not exist yet.
 
         Args:
             directory: the plan directory.
@@ -97,7 +96,7 @@ class Lease:
             PlanError: another job writes the plan, or the directory cannot be written.
         """
         with explained(directory, "claim"):
-            (directory / LIVES).mkdir(parents=True, exist_ok=True)
+            lives_of(directory).mkdir(parents=True, exist_ok=True)
         newest = cls._wait_for_the_dead(directory, life, say, poll_seconds)
         while True:
             number = newest.number + 1 if newest else 1
@@ -205,7 +204,7 @@ def watch(directory: Path, owner: Life, on_lost: Callable[[str], None]) -> None:
             raise PlanError(f"{directory}: {newest.life} has taken over this plan; what "
                             f"{owner} runs on {socket.gethostname()} stops")
 
-    if (directory / LIVES).is_dir():
+    if lives_of(directory).is_dir():
         _every(owner.seconds / _RENEWALS, look, on_lost)
 
 
@@ -224,8 +223,13 @@ def _every(seconds: float, look: Callable[[], None], on_lost: Callable[[str], No
     threading.Thread(target=run, name="d3-lease", daemon=True).start()
 
 
+def lives_of(directory: Path) -> Path:
+    """Return the folder of a plan's lives: beside the plan, which may be copied there whole."""
+    return directory.with_name(f"{directory.name}.lives")
+
+
 def _path(directory: Path, number: int) -> Path:
-    return directory / LIVES / f"{number:04d}.json"
+    return lives_of(directory) / f"{number:04d}.json"
 
 
 def _text(life: Life, state: str) -> bytes:
@@ -234,7 +238,7 @@ def _text(life: Life, state: str) -> bytes:
 
 def _create(directory: Path, number: int, life: Life) -> bool:
     """Create a life's file; False if another life has done so."""
-    aside = directory / LIVES / f"{life.host}-{life.pid}.tmp"
+    aside = lives_of(directory) / f"{life.host}-{life.pid}.tmp"
     path = _path(directory, number)
     with explained(directory, "claim"):
         aside.write_bytes(_text(life, _RUNNING))
@@ -261,10 +265,10 @@ def _mark_ended(directory: Path, number: int, life: Life) -> None:
 
 def _newest(directory: Path) -> _Entry | None:
     with explained(directory, "read the lives of"):
-        names = [name for name in os.listdir(directory / LIVES) if name.endswith(".json")]
+        names = [name for name in os.listdir(lives_of(directory)) if name.endswith(".json")]
     if not names:
         return None
-    return _read(directory / LIVES / max(names, key=lambda name: int(name[:-5])))
+    return _read(lives_of(directory) / max(names, key=lambda name: int(name[:-5])))
 
 
 def _read(path: Path) -> _Entry:

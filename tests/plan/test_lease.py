@@ -17,7 +17,7 @@ import pytest
 
 from megatron_d3.errors import ConfigError, PlanError
 from megatron_d3.plan import lease as module
-from megatron_d3.plan.lease import Lease, watch
+from megatron_d3.plan.lease import Lease, lives_of, watch
 from megatron_d3.plan.life import SECONDS, Life
 
 HERE = Life.here({"SLURM_JOB_ID": "7", "MEGATRON_D3_LEASE_SECONDS": "60"})
@@ -25,7 +25,7 @@ FAR = replace(HERE, host="node9", machine="another", pid=12, seconds=0.6)
 
 
 def states(directory: Path) -> list[tuple[str, str, str]]:
-    contents = [json.loads(p.read_text()) for p in sorted((directory / "lives").glob("*.json"))]
+    contents = [json.loads(p.read_text()) for p in sorted(lives_of(directory).glob("*.json"))]
     return [(c["job"], c["host"], c["state"]) for c in contents]
 
 
@@ -76,7 +76,7 @@ def test_a_dead_process_of_this_machine_is_recognised_at_once(tmp_path: Path) ->
     process = multiprocessing.get_context("fork").Process(target=die)
     process.start()
     deadline = time.monotonic() + 30
-    while not (tmp_path / "lives" / "0001.json").exists() or process.exitcode is None:
+    while not (lives_of(tmp_path) / "0001.json").exists() or process.exitcode is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert Lease.claim(tmp_path, HERE).number == 2
@@ -127,7 +127,7 @@ def test_a_late_renewal_takes_the_next_number_if_it_is_free(tmp_path: Path) -> N
 
 
 def test_only_one_of_many_gets_a_number(tmp_path: Path) -> None:
-    (tmp_path / "lives").mkdir()
+    (lives_of(tmp_path)).mkdir()
     lives = [replace(HERE, pid=pid) for pid in range(8)]
     found: list[bool] = []
     threads = [threading.Thread(target=lambda life=life: found.append(
@@ -137,7 +137,7 @@ def test_only_one_of_many_gets_a_number(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert found.count(True) == 1
-    assert [path.name for path in (tmp_path / "lives").iterdir()] == ["0001.json"]
+    assert [path.name for path in (lives_of(tmp_path)).iterdir()] == ["0001.json"]
 
 
 def test_ranks_of_other_nodes_see_that_their_life_is_over(tmp_path: Path) -> None:
@@ -170,13 +170,13 @@ def test_a_file_system_without_links_will_do(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lives").mkdir()
-    (tmp_path / "lives" / "0001.json").write_text("{")
+    (lives_of(tmp_path)).mkdir()
+    (lives_of(tmp_path) / "0001.json").write_text("{")
     with pytest.raises(PlanError, match=r"0001.json: does not say who writes this plan"):
         Lease.claim(tmp_path, HERE)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "d3").write_text("a file")
+    (tmp_path / "d3.lives").write_text("a file")
     with pytest.raises(PlanError, match="d3: cannot claim the plan"):
         Lease.claim(tmp_path / "d3", HERE)
