@@ -10,7 +10,7 @@ README = HERE / "README.md"
 (VERSION,) = re.findall(r'__version__ = "(.+)"', (HERE / "megatron_d3/__init__.py").read_text())
 
 # Optional: where no compiler is found, the same loops run in Python with the same results.
-COMPILED = ("plan/_apportion", "influence/solvers/_solver")
+COMPILED = ("plan/_apportion", "influence/solvers/_solver", "influence/_sketch")
 
 EXTRAS = {
     # Megatron's training loop imports nothing else. psutil: its torch_dist checkpoints;
@@ -70,12 +70,14 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_d3", "megatron_d3.*"]),
-    package_data={"megatron_d3": ["py.typed", *(f"{name}.c" for name in COMPILED)]},
+    package_data={"megatron_d3": ["py.typed", "influence/*.h", *(f"{name}.c" for name in COMPILED)]},
     ext_modules=[
         Extension(
             f"megatron_d3.{name.replace('/', '.')}",
             [f"megatron_d3/{name}.c"],
-            extra_compile_args=["-O3", "-std=c11"],
+            depends=["megatron_d3/influence/_sketch_kernels.h"],
+            # The same bits from every compiler and processor: no fused multiply-add.
+            extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno"],
             optional=True,
         )
         for name in COMPILED

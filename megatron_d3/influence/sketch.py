@@ -42,6 +42,11 @@ from megatron_d3.influence.layout import Layout, Shard
 from megatron_d3.influence.settings import SketchConfig
 from megatron_d3.influence.sketch_hash import make_key
 
+try:
+    from megatron_d3.influence import _sketch as _compiled  # type: ignore[attr-defined,unused-ignore]
+except ImportError:  # built without a C compiler: PyTorch, the same up to rounding
+    _compiled = None
+
 SEGMENT = 1 << 22
 """Elements summed apart from the rest; sums of segments are added in order. A part of the rounding:
 the same for any number of threads."""
@@ -49,12 +54,17 @@ the same for any number of threads."""
 SRHT_DIM = 65_536
 """Size between the two stages of `rotation_srht`, or the next power of two above a larger dim."""
 
-Kernel = Callable[[torch.Tensor, Shard, int, tuple[int, int]], torch.Tensor]
-KERNELS: dict[str, Kernel] = {
+Keys = tuple[int, int]
+KERNELS: dict[str, Callable[[torch.Tensor, Shard, int, Keys], torch.Tensor]] = {
     "rotation": sketch_torch.rotation,
     "count": sketch_torch.count,
     "gaussian": sketch_torch.gaussian,
 }
+
+
+def is_compiled() -> bool:
+    """Tell whether sketches on a CPU are computed by the C version."""
+    return _compiled is not None
 
 
 class Sketch(Protocol):
@@ -99,7 +109,7 @@ class HashedSketch:
     def __init__(self, layout: Layout, kind: str, dim: int, seed: int) -> None:
         self.dim = dim
         self._layout = layout
-        self._kernel = KERNELS[kind]
+        self._kind = kind
         self._keys = {
             name: (make_key(name, seed, f"{kind} bucket"), make_key(name, seed, f"{kind} sign"))
             for name in layout.global_sizes}
@@ -119,7 +129,9 @@ class HashedSketch:
 
         def sketch(segment: Shard) -> torch.Tensor:
             piece = values[segment.local_start : segment.local_stop]
-            return self._kernel(piece, segment.moved(0), self.dim, keys)
+            if _compiled is None or values.is_cuda:
+                return KERNELS[self._kind](piece, segment.moved(0), self.dim, keys)
+            return _run_compiled(self._kind, piece, segment.moved(0), self.dim, keys)
 
         num_threads = 1 if values.is_cuda else torch.get_num_threads()
         if num_threads == 1 or shard.num_elements <= SEGMENT:
@@ -127,6 +139,19 @@ class HashedSketch:
             return
         with ThreadPoolExecutor(num_threads) as pool:
             yield from pool.map(sketch, segments(shard, SEGMENT))
+
+
+def _run_compiled(
+    kind: str, values: torch.Tensor, shard: Shard, dim: int, keys: Keys
+) -> torch.Tensor:
+    """Do what `KERNELS[kind]` does, in C and without the GIL; half precision is widened first."""
+    array = values.numpy() if values.dtype in (torch.float32, torch.float64) else (
+        values.to(torch.float32).numpy())
+    runs = (shard.global_start, shard.num_runs, shard.run_length, shard.global_stride,
+            shard.local_start, shard.local_stride)
+    out = np.zeros(dim)
+    getattr(_compiled, kind)(array, array.itemsize, runs, keys, out)
+    return torch.from_numpy(out)
 
 
 class RotationSRHT:
