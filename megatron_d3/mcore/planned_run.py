@@ -36,6 +36,7 @@ from megatron_d3.mcore.position_ring import PositionRing
 from megatron_d3.mcore.proxy import LocalBatch, ProxyStep
 from megatron_d3.mcore.stock_data import is_built_on_this_rank
 from megatron_d3.mcore.tally import DomainTally
+from megatron_d3.plan.ahead import Target, targets_ahead
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanFollower, PlanKeeper
 from megatron_d3.plan.lease import Lease
@@ -76,7 +77,7 @@ class PlannedRun:
         self._plan: PlanFollower | None = None  # on rank 0 a PlanKeeper
         self._lease: Lease | None = None  # on rank 0, while the plan is open
         self._ring: PositionRing | None = None
-        self._upcoming: deque[Segment] = deque()  # decided, not yet trained on
+        self._upcoming: deque[Segment | Target] = deque()  # decided, not yet trained on
         self._read_ahead_steps: int | None = None  # known once the plan is open
         self._synced_at = 0.0
         self._has_stepped = False
@@ -136,7 +137,7 @@ class PlannedRun:
         self._lease = lease = run_lease.claim(self._args.plan_dir)
         keepers: list[PlanKeeper] = []
 
-        def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray, int | None]:
+        def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray, int | None, list[Target]]:
             keeper = PlanKeeper.open(
                 self._args.plan_dir, self._header, self._make_decider, iteration=iteration,
                 consumed=consumed, mode=self._args.resume, copy_from=self._args.load_plan_dir)
@@ -144,9 +145,13 @@ class PlannedRun:
             keepers.append(keeper)
             # Copied: the file's memory map must not travel to other nodes.
             decided = np.array(keeper.positions(consumed, keeper.state.position))
-            return keeper.state_arrays(), decided, keeper.read_ahead_steps
+            targets = targets_ahead(
+                self._args.plan_dir, self._header.names, consumed=consumed,
+                frontier=keeper.state.position)
+            return keeper.state_arrays(), decided, keeper.read_ahead_steps, targets
 
-        arrays, decided, self._read_ahead_steps = collective.on_rank_0(open_plan)
+        arrays, decided, self._read_ahead_steps, targets = collective.on_rank_0(open_plan)
+        self._upcoming.extend(targets)
         if keepers:
             self._plan = keepers[0]
             for message in keepers[0].messages:
@@ -318,9 +323,7 @@ class PlannedRun:
         """Target weights of the segment that holds a position just trained on."""
         while self._upcoming and self._upcoming[0].stop <= position:
             self._upcoming.popleft()
-        if self._upcoming and self._upcoming[0].start <= position:
-            return self._upcoming[0].weights
-        return self.plan.state.weights  # decided before a resume; the round is no longer at hand
+        return self._upcoming[0].weights
 
     def _proxy_values(self) -> dict[str, np.ndarray]:
         """DoReMi's weights after the step: alpha, and its mean so far."""

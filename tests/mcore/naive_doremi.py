@@ -125,3 +125,41 @@ def _naive(model: Any, parameters: list[Any], iteration: int) -> tuple[Any, list
         if len(own):
             loss = loss + weight * own.double().mean()
     return loss, list(torch.autograd.grad(loss, parameters))
+
+
+def spoil_reference() -> None:
+    """Let the reference measure NaN on domain 2 in step D3_TEST_SPOIL_AT (1-based)."""
+    from megatron_d3.mcore.proxy import ModelLosses
+
+    stock = ModelLosses.of_batch
+
+    def of_batch(self: Any, batch: Any, dataset: Any) -> list[torch.Tensor]:
+        losses = stock(self, batch, dataset)
+        if _is_spoilt_step() and losses:
+            for micro_batch, domains in zip(losses, batch.domains, strict=True):
+                micro_batch[torch.from_numpy(domains == 2)] = float("nan")
+        return losses
+
+    ModelLosses.of_batch = of_batch  # type: ignore[method-assign]
+
+
+def spoil_losses() -> None:
+    """Let the proxy's own losses of domain 2 be NaN in step D3_TEST_SPOIL_AT (1-based)."""
+    from megatron_d3.mcore import forward_step
+
+    stock = forward_step._loss
+
+    def loss(mask: torch.Tensor, token_losses: torch.Tensor, *, origin: Any, **how: Any) -> Any:
+        if _is_spoilt_step() and origin is not None:
+            factor = torch.ones_like(token_losses)
+            factor[origin[:, 0] == 2] = float("nan")
+            token_losses = token_losses * factor
+        return stock(mask, token_losses, origin=origin, **how)
+
+    forward_step._loss = loss
+
+
+def _is_spoilt_step() -> bool:
+    from megatron.training import get_args
+
+    return bool(get_args().curr_iteration + 1 == int(os.environ["D3_TEST_SPOIL_AT"]))
