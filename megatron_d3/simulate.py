@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_d3.plan.decide import Decider
+from megatron_d3.plan.draft import stored_order
 from megatron_d3.types import DomainInfo, StepSignals
 
 
@@ -43,7 +44,8 @@ class Simulation:
 def simulate(
     decider: Decider, losses: np.ndarray, *, seq_length: int, read_ahead_steps: int
 ) -> Simulation:
-    """Decide as a run would, step by step.
+    """Decide as a run would, step by step; windows as a whole, but in the stored order: which order
+    is found depends on the model.
 
     Args:
         decider: of the run; its table ids are 0 to K - 1.
@@ -65,12 +67,12 @@ def simulate(
     consumed = 0
     for step in range(1, num_steps + 1):
         while state.position < schedule.stop_after(consumed, 1 + read_ahead_steps):
-            decided = decider.decide(state)
+            decided = decider.advance(state, stored_order)
             if decided is None:
                 break
-            state, segment = decided
-            domains = np.append(domains, segment.domains)
-            ahead.append((segment.stop, segment.weights))
+            state, segments = decided
+            domains = np.concatenate([domains, *(segment.domains for segment in segments)])
+            ahead += [(segment.stop, segment.weights) for segment in segments]
         size = schedule.size_at(consumed)
         if len(domains) < size:
             break

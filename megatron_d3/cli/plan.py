@@ -23,6 +23,7 @@ from megatron_d3.plan.summary import (
     last_step,
     summarise,
 )
+from megatron_d3.plan.windows import WindowsUse, summarise_windows
 from megatron_d3.planning import decider_factory
 from megatron_d3.registry import load_plugins
 
@@ -126,6 +127,9 @@ def _show(args: argparse.Namespace) -> int:
         rows = _domain_table(use)
         for i, row in enumerate(rows):
             print(f"│   {'└──' if i == len(rows) - 1 else '├──'} {row}")
+    windows = summarise_windows(reader.directory)
+    if windows is not None:
+        print(f"├── {_windows_line(windows)}")
     print("└── rounds")
     lines: list[str] = [_round_line(reader, use) for use in rounds]
     if num_left_out:
@@ -180,9 +184,27 @@ def _generation_line(use: GenerationUse) -> str:
     if len(header.batch_schedule.steps) == 1:
         sizes = f"{header.batch_schedule.steps[0][1]:,}"
     mix = header.config.get("mix", {}).get("type")
+    order = header.config.get("order")
+    windows = "" if order is None else (
+        f"order {order['type']}, windows of {order['window']:,}"
+        f"{', overlapping' if order['overlap'] else ''} | ")
     return (f"generation {use.index} | iteration {use.generation.iteration:,} | "
             f"{_positions(use.generation.position, use.stop)} | {use.num_rounds:,} rounds | mix {mix} "
-            f"| global batch {sizes} | seq_length {header.seq_length:,} | seed {header.seed}")
+            f"| {windows}global batch {sizes} | seq_length {header.seq_length:,} | seed {header.seed}")
+
+
+def _windows_line(windows: WindowsUse) -> str:
+    costs = ", ".join(f"{name} {cost:.3f}" for name, cost in windows.cost.items())
+    parts = [f"windows measured {windows.num_measured:,}"]
+    if costs:
+        parts.append(f"mean cost of orders (random 1): {costs}")
+    if windows.curl is not None:
+        parts.append(f"curl {windows.curl:.3f}")
+    if windows.reliability is not None:
+        parts.append(f"reliability {windows.reliability:.3f}")
+    if windows.num_stored:
+        parts.append(f"{windows.num_stored:,} kept the stored order")
+    return " | ".join(parts)
 
 
 def _domain_table(use: GenerationUse) -> list[str]:
@@ -202,8 +224,9 @@ def _round_line(reader: PlanReader, use: RoundUse) -> str:
     if len(pairs) > _NUM_WEIGHTS:
         weights += f" ... ({len(pairs)} domains)"
     note = "" if use.stop == use.row.stop else f" (of {_positions(use.row.start, use.row.stop)})"
-    return (f"round {use.row.round:,} | iteration {use.row.iteration:,} | step {use.row.step:,} | "
-            f"{_positions(use.row.start, use.stop)}{note} | weights {weights}")
+    unit = "" if use.row.unit is None else f" | unit {use.row.unit:,}"
+    return (f"round {use.row.round:,} | iteration {use.row.iteration:,} | step {use.row.step:,}"
+            f"{unit} | {_positions(use.row.start, use.stop)}{note} | weights {weights}")
 
 
 def _positions(start: int, stop: int) -> str:
@@ -213,7 +236,7 @@ def _positions(start: int, stop: int) -> str:
 def _as_json(
     reader: PlanReader, uses: Sequence[GenerationUse], rounds: Sequence[RoundUse]
 ) -> dict[str, Any]:
-    step = last_step(reader)
+    step, windows = last_step(reader), summarise_windows(reader.directory)
     return {
         "plan": str(reader.directory),
         "first_position": reader.first_position,
@@ -231,6 +254,7 @@ def _as_json(
                 "domains": [{**vars(d), "epochs": d.epochs} for d in use.domains],
             }
             for use in uses],
+        "windows": None if windows is None else vars(windows),
         "rounds": [
             {**vars(use.row), "stop": use.stop, "chain": f"{use.row.chain:016x}",
              "generation": use.generation,
@@ -279,6 +303,7 @@ def _audit(args: argparse.Namespace) -> int:
         for finding in result.findings:
             print(finding)
         verdict = "sound" if result.is_sound else "NOT sound"
-        print(f"{verdict}: {result.num_rounds:,} rounds, {result.num_positions:,} positions, "
+        windows = f" in {result.num_windows:,} windows" if result.num_windows else ""
+        print(f"{verdict}: {result.num_rounds:,} rounds{windows}, {result.num_positions:,} positions, "
               f"{result.num_steps:,} steps, {result.num_states:,} stored states checked")
     return 0 if result.is_sound else 1

@@ -18,7 +18,7 @@ from megatron_d3.loss_table import LossTable, read_losses, recorded_losses
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.reader import PlanReader
-from megatron_d3.planning import open_domains
+from megatron_d3.planning import open_domains, window_rule
 from megatron_d3.registry import build_mix, load_plugins
 from megatron_d3.simulate import Simulation, report, simulate
 from megatron_d3.types import DomainInfo
@@ -83,17 +83,23 @@ def run(args: argparse.Namespace) -> int:
         domains=setting.domains, table_ids=range(len(setting.domains)), mixer=mixer, cap=cap,
         total_samples=total, batch_schedule=setting.schedule,
         seed=args.seed if config.seed is None else config.seed, sampling=config.sampling,
-        round_steps=config.round_steps)
+        round_steps=config.round_steps, windows=window_rule(config))
     played = simulate(
         decider, setting.table.until(num_steps), seq_length=setting.seq_length,
         read_ahead_steps=setting.read_ahead_steps)
     if args.json:
-        print(json.dumps(_json(played, setting, config.mix.type)))
+        content = _json(played, setting, config.mix.type)
+        if config.order is not None:
+            content["order"] = {"window": config.order.params.window, "simulated": "stored"}
+        print(json.dumps(content))
         return 0
-    print(report(played, setting.domains, title=(
-        f"{config.mix.type}: {played.num_steps:,} of {num_steps:,} steps, "
-        f"{int(played.samples.sum()):,} samples of {setting.seq_length:,} tokens, read-ahead "
-        f"{setting.read_ahead_steps} steps")))
+    title = (f"{config.mix.type}: {played.num_steps:,} of {num_steps:,} steps, "
+             f"{int(played.samples.sum()):,} samples of {setting.seq_length:,} tokens, read-ahead "
+             f"{setting.read_ahead_steps} steps")
+    if config.order is not None:
+        title += (f"; windows of {config.order.params.window} steps, in the stored order (that of "
+                  f"{config.order.type} needs the model)")
+    print(report(played, setting.domains, title=title))
     return 0
 
 

@@ -132,6 +132,7 @@ def _first_round_difference(a: PlanReader, b: PlanReader, position: int) -> tupl
             return None
         for name, old, new in (
                 ("positions", _span(one), _span(two)), ("step", one.row.step, two.row.step),
+                ("unit", one.row.unit, two.row.unit),
                 ("weights", one.weights.tolist(), two.weights.tolist()),
                 ("iteration", one.row.iteration, two.row.iteration)):
             if old != new:

@@ -24,8 +24,8 @@ from megatron_d3.plan.segment import Segment
 from megatron_d3.plan.snapshot import Snapshot
 from megatron_d3.plan.state import DeciderState
 
-# The order within windows is recorded, not computed again: how it was found may change.
-ORDER_SEARCH = "d3"
+# The order within windows is recorded, not computed again: how it is found may change.
+_ORDER_SEARCH = ("objectives", "solvers")
 
 # Builds the decider of a generation from its header and its domains' table ids.
 DeciderFactory = Callable[[RunHeader, tuple[int, ...]], Decider]
@@ -303,7 +303,7 @@ def next_generation(
 def is_replayable(old: RunHeader, new: RunHeader) -> bool:
     """Whether the algorithms of a run that wants `new` can compute what `old` decided."""
     return all(version == new.versions.get(name, version)
-               for name, version in old.versions.items() if name != ORDER_SEARCH)
+               for name, version in old.versions.items() if name not in _ORDER_SEARCH)
 
 
 def enter(

@@ -89,6 +89,49 @@ def read_windows(directory: Path) -> Iterator[tuple[WindowRow, int, bytes]]:
         yield parsed(path, line, WindowRow), end, line
 
 
+@dataclass(frozen=True)
+class WindowsUse:
+    """The windows of a plan in numbers.
+
+    Attributes:
+        num_measured: rows of `windows.jsonl`.
+        num_stored: those that kept the stored order, for a reason that their row gives.
+        cost: mean cost by the order's name, over the windows that have it.
+        curl: mean curl; None if none was measured.
+        reliability: mean reliability; None if none was measured.
+    """
+
+    num_measured: int
+    num_stored: int
+    cost: Mapping[str, float]
+    curl: float | None
+    reliability: float | None
+
+
+def summarise_windows(directory: Path) -> WindowsUse | None:
+    """Return the means over all windows of a plan; None if it has none.
+
+    Raises:
+        PlanError: a line is damaged.
+    """
+    num_measured = num_stored = 0
+    sums: dict[str, tuple[float, int]] = {}  # (sum, count) by name
+    for row, _, _ in read_windows(directory):
+        num_measured += 1
+        num_stored += row.reason is not None
+        values = {f"cost {name}": cost for name, cost in row.cost.items()}
+        for name, value in (values | {"curl": row.curl, "reliability": row.reliability}).items():
+            if value is not None:
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = total + value, count + 1
+    if num_measured == 0:
+        return None
+    means = {name: total / count for name, (total, count) in sums.items()}
+    cost = {name.removeprefix("cost "): mean for name, mean in means.items()
+            if name.startswith("cost ")}
+    return WindowsUse(num_measured, num_stored, cost, means.get("curl"), means.get("reliability"))
+
+
 def arrays_path(directory: Path, round_number: int) -> Path:
     """Return the file of the arrays of the window that begins with a round."""
     return directory / ARRAYS / f"{round_number:08d}.npz"
