@@ -25,6 +25,7 @@ from megatron_d3.errors import ConfigError
 from megatron_d3.fields import Range, did_you_mean, from_mapping, parse, show, to_plain
 from megatron_d3.influence.settings import D3Config, parse_d3
 from megatron_d3.mix import MIXERS, Static
+from megatron_d3.mix.weights import require_domains
 from megatron_d3.yaml12 import override, read_yaml
 
 MAX_DOMAINS = 32767
@@ -179,7 +180,7 @@ def parse_config(
         if key not in known:
             raise ConfigError(f"d3.{key}: unknown key{did_you_mean(key, known)}")
     domains = _parse_domains(content.get("domains"), folder)
-    mix = _parse_mix(content.get("mix"), folder, mixers)
+    mix = _parse_mix(content.get("mix"), folder, mixers, list(domains))
     order = _parse_order(content.get("order"))
     config = from_mapping(RunConfig, rest | {"domains": {}}, "d3", folder=folder)
     if order is not None and config.round_steps != 1:
@@ -212,7 +213,9 @@ def _parse_domains(entries: Any, folder: Path) -> dict[str, DomainConfig]:
     return domains
 
 
-def _parse_mix(entry: Any, folder: Path, mixers: Mapping[str, type]) -> MixConfig:
+def _parse_mix(
+    entry: Any, folder: Path, mixers: Mapping[str, type], domains: Sequence[str]
+) -> MixConfig:
     where = "d3.mix"
     entry = {} if entry is None else entry
     if not isinstance(entry, Mapping):
@@ -229,7 +232,11 @@ def _parse_mix(entry: Any, folder: Path, mixers: Mapping[str, type]) -> MixConfi
             raise ConfigError(f"{where}.{key}: {_why_unknown(key, mix.type, own, mixers)}")
     params = from_mapping(params_class, settings, where, folder=folder)
     if hasattr(params, "resolved"):
-        params = params.resolved()
+        written, params = params, params.resolved()
+        for key in {"weights", "losses"} & set(own):
+            path, named = getattr(written, key), getattr(params, key)
+            if isinstance(path, Path) and isinstance(named, Mapping):  # only here the file is known
+                require_domains(named, domains, f"{where}.{key}: {path}", what="number")
     return dataclasses.replace(mix, params=params)
 
 

@@ -129,6 +129,30 @@ def test_a_weights_file_is_read_relative_to_the_configuration(write, tmp_path):
     assert config.mix.params == Static.Config({"web": 1, "code": 3})
 
 
+OTHER = r"not those of this run's domains; no such domains: pile, books; no number for: web, code$"
+
+
+@pytest.mark.parametrize(("mix", "content", "message"), [
+    ("weights: w.json", '{"weights": {"pile": 1, "books": 3}}', r"^d3.mix.weights: .*/w.json: " + OTHER),
+    ("weights: w.json", '{"weights": {"web": 1}}',
+     r"^d3.mix.weights: .*/w.json: no number for domain code$"),
+    ("weights: w.json", '{"weights": {"web": 1, "code": 1, "cod": 1}}',
+     r"^d3.mix.weights: .*/w.json.cod: no such domain, did you mean code\?$"),
+    ("type: odm, weights: w.json", '{"weights": {"pile": 1, "books": 3}}',
+     r"^d3.mix.weights: .*/w.json: " + OTHER),
+    ("type: ado, weights: w.json", '{"weights": {"pile": 1, "books": 3}}',
+     r"^d3.mix.weights: .*/w.json: " + OTHER),
+    ("type: reference_loss, losses: w.json", '{"loss": {"pile": 1, "books": 3}}',
+     r"^d3.mix.losses: .*/w.json: " + OTHER),
+    ("type: reference_loss, losses: w.json", '{"weights": {"web": 1, "code": 3}}',
+     r'^d3.mix.losses: .*w.json holds no {"loss": {name: number}}$'),
+])
+def test_a_file_of_other_domains_is_refused_by_name(write, tmp_path, mix, content, message):
+    (tmp_path / "w.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(SHORT + f"mix: {{{mix}}}"))
+
+
 def test_overrides_replace_values(write):
     config = load_config(
         write(FULL), ["mix={type: natural}", "seed=null", "domains.web.order=stored"]

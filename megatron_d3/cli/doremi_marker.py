@@ -25,22 +25,24 @@ class Marker:
     Args:
         save: the run's folder.
         arguments: its flags.
-        mix: the entry `mix` of its configuration.
+        config: its configuration.
 
     Raises:
         D3Error: the run that is there was trained from others.
     """
 
-    def __init__(self, save: Path, arguments: Sequence[str], mix: dict[str, Any]) -> None:
+    def __init__(self, save: Path, arguments: Sequence[str], config: dict[str, Any]) -> None:
         self._save = save
         self._path = path_of(save)
-        self._made_from = {"arguments": list(arguments), "mix": json.loads(json.dumps(mix))}
+        self._made_from = {
+            "arguments": list(arguments), "settings": json.loads(json.dumps(config))}
         if self._path.exists():
             before = json.loads(self._path.read_text(encoding="utf-8"))["made_from"]
             for key, value in self._made_from.items():
-                if before[key] != value:
+                if before.get(key) != value:
                     raise D3Error(
-                        f"{save}: was trained from other {key}: {_difference(before[key], value)}; "
+                        f"{save}: was trained from other {key}: "
+                        f"{_difference(before.get(key, {}), value)}; "
                         "give another doremi.folder, or move this run away")
         else:
             self._write(is_finished=False)
@@ -92,12 +94,22 @@ def _how_far(plan_dir: Path) -> tuple[int, int]:
 
 def _difference(old: Any, new: Any) -> str:
     """Say where two recipes part."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        return ", ".join(f"{key} was {old.get(key)}, now {new.get(key)}" for key in keys)
+    if isinstance(new, dict):
+        before, now = _flat(old), _flat(new)
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return ", ".join(f"{key} was {before.get(key)}, now {now.get(key)}" for key in keys)
     gone = [word for word in old if word not in new]
     come = [word for word in new if word not in old]
     return f"was {' '.join(map(str, gone)) or 'less'}, now {' '.join(map(str, come)) or 'less'}"
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {
+            prefix + key: value}
+    return found
 
 
 def write(path: Path, text: str) -> None:

@@ -29,6 +29,7 @@ from megatron_d3.cli.progress import Progress
 from megatron_d3.cli.torchrun import launch_environment, train
 from megatron_d3.config import RunConfig
 from megatron_d3.errors import ConfigError, D3Error
+from megatron_d3.mix.weights import require_domains
 
 STEPS = ("reference", "losses", "proxy", "final")
 """What can be a job of its own; `losses` only with `stored_losses`."""
@@ -179,6 +180,7 @@ class Doremi:
 
     def _static(self, weights: Path) -> dict[str, Any]:
         named = json.loads(weights.read_text(encoding="utf-8"))["weights"]
+        require_domains(named, list(self.config.domains), str(weights), what="weight")
         mix = self.config.to_dict()["mix"]
         return {"type": "static", "weights": named, "max_epochs": mix["max_epochs"],
                 "exhausted": mix["exhausted"]}
@@ -186,7 +188,7 @@ class Doremi:
     def _train(self, save: Path, mix: dict[str, Any], flags: Sequence[Path]) -> None:
         """Train one run to its end, from its last checkpoint if it has one."""
         arguments = self._arguments(save, mix, flags)
-        marker = Marker(save, arguments, mix)
+        marker = Marker(save, arguments, self.config.to_dict() | {"mix": mix})
         name = save.name
         if is_finished(save):
             self._say(f"{name:<10}finished before, reused")

@@ -20,9 +20,9 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from megatron_d3.errors import ConfigError
-from megatron_d3.fields import Range, did_you_mean
+from megatron_d3.fields import Range
 from megatron_d3.mix.online import WEIGHTS, initial_weights, mean_losses
-from megatron_d3.mix.weights import numbers_by_name
+from megatron_d3.mix.weights import numbers_by_name, require_domains
 from megatron_d3.types import DomainInfo, MixContext, StepSignals
 
 WHERE = "d3.mix.losses"
@@ -118,12 +118,8 @@ class ReferenceLoss:
 
 def _references(losses: dict[str, float], names: Sequence[str]) -> np.ndarray:
     """Return the (K,) reference losses in the order of the domains."""
+    require_domains(losses, names, WHERE, what="reference loss")
     for name, loss in losses.items():
-        if name not in names:
-            raise ConfigError(f"{WHERE}.{name}: no such domain{did_you_mean(name, names)}")
         if not math.isfinite(loss):
             raise ConfigError(f"{WHERE}.{name}: got {loss}, expected a finite number")
-    for name in names:
-        if name not in losses:
-            raise ConfigError(f"{WHERE}: no reference loss for domain {name}")
     return np.array([losses[name] for name in names], np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,38 @@ def weights_by_name(
             all are 0.
     """
     names = [domain.name for domain in domains]
+    require_domains(weights, names, where, what="weight", hint="; give it one, 0 to leave it out")
     for name, weight in weights.items():
-        if name not in names:
-            raise ConfigError(f"{where}.{name}: no such domain{did_you_mean(name, names)}")
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"{where}.{name}: got {weight}, expected a finite number >= 0")
-    for name in names:
-        if name not in weights:
-            raise ConfigError(
-                f"{where}: no weight for domain {name}; give it one, 0 to leave it out"
-            )
     return proportional(np.array([weights[name] for name in names], np.float64), where)
+
+
+def require_domains(
+    named: Iterable[str], names: Sequence[str], where: str, *, what: str, hint: str = ""
+) -> None:
+    """Check that numbers by name are those of the run's domains, all of them and no others.
+
+    Args:
+        named: names that have a number.
+        names: the run's domains.
+        where: place of the mapping, the start of the message.
+        what: that the numbers are, e.g. `weight`.
+        hint: what to do about one that is missing.
+
+    Raises:
+        ConfigError: names every domain that is missing or unknown.
+    """
+    unknown = [name for name in named if name not in names]
+    missing = [name for name in names if name not in named]
+    if len(unknown) == 1 and not missing:
+        raise ConfigError(f"{where}.{unknown[0]}: no such domain{did_you_mean(unknown[0], names)}")
+    if len(missing) == 1 and not unknown:
+        raise ConfigError(f"{where}: no {what} for domain {missing[0]}{hint}")
+    parts = [f"no such domains: {', '.join(unknown)}"] if unknown else []
+    parts += [f"no {what} for: {', '.join(missing)}"] if missing else []
+    if parts:
+        raise ConfigError(f"{where}: not those of this run's domains; {'; '.join(parts)}")
 
 
 def proportional(sizes: np.ndarray, where: str) -> np.ndarray:

@@ -205,19 +205,42 @@ def test_stored_losses_take_the_references_place(
     assert (params.losses, params.reference, params.eta) == (losses, None, 2.0)
 
 
-@pytest.mark.parametrize("change", [
-    lambda folder: (folder / "all.args").write_text("--num-layers 3\n--lr 1e-3\n"),
-    lambda folder: write(folder, proxy={"eta": 3.0}),
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda folder: (folder / "all.args").write_text("--num-layers 3\n--lr 1e-3\n"),
+     "from other arguments: was 2, now 3;"),
+    (lambda folder: write(folder, proxy={"eta": 3.0}),
+     "from other settings: mix.eta was 1.0, now 3.0;"),
+    (lambda folder: rewrite(folder / "run.yaml", seed=9),
+     "from other settings: seed was None, now 9;"),
 ])
 def test_another_recipe_is_refused(
-    training: FakeTraining, recipe: Path, change: Any, capsys: pytest.CaptureFixture[str]
+    training: FakeTraining, recipe: Path, change: Any, message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["doremi", str(recipe)])
     change(recipe.parent)
     assert main(["doremi", str(recipe)]) == 1
-    message = capsys.readouterr().err
-    assert "was trained from other" in message
-    assert "--num-layers" in message or "now 3" in message or "eta was 1.0, now 3.0" in message
+    assert message in capsys.readouterr().err
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes, sort_keys=False))
+
+
+def test_weights_of_other_domains_are_refused_by_name(
+    training: FakeTraining, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("reference", "proxy"):
+        assert main(["doremi", str(recipe), "--step", name]) == 0
+    content = yaml.safe_load((recipe.parent / "run.yaml").read_text())
+    domains = {"books": "wiki", "web": "web", "code": "code"}
+    rewrite(recipe.parent / "run.yaml", domains=domains, mix=content["mix"] | {"weights": None})
+    assert main(["doremi", str(recipe), "--step", "final"]) == 1
+    assert (f"{recipe.parent / 'out' / 'weights.json'}: not those of this run's domains; no such "
+            "domains: wiki; no weight for: books") in capsys.readouterr().err
+    assert main(["doremi", str(recipe)]) == 1
+    assert "settings: domains.wiki" in capsys.readouterr().err
+    assert training.runs == ["reference", "proxy"]
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -142,6 +142,14 @@ def test_static_refuses_a_missing_weights_file(tmp_path):
             {"web": 1},
             r"^d3.mix.weights: no weight for domain code; give it one, 0 to leave it out$",
         ),
+        (
+            {"pile": 1, "books": 1, "web": 1},
+            r"^d3.mix.weights: not those .*; no such domains: pile, books; no weight for: code$",
+        ),
+        (
+            {},
+            r"^d3.mix.weights: not those of this run's domains; no weight for: web, code$",
+        ),
     ],
 )
 def test_weights_that_are_no_weights_are_refused(weights, message):
