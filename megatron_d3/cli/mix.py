@@ -87,6 +87,7 @@ def _content(runs: Runs, proposal: Proposal, back_end: str) -> dict[str, object]
         "predicted_prior": by_target(proposal.predicted_prior),
         "left_out_error": by_target(proposal.errors),
         "left_out_error_of_mean": by_target(proposal.spreads),
+        "duality_gap": proposal.gap if math.isfinite(proposal.gap) else None,
     }
 
 
@@ -107,6 +108,9 @@ def _table(runs: Runs, limits: Limits, proposal: Proposal) -> str:
         lines.append(f"{name:{width}} {proposal.predicted_prior[i]:8.4f} "
                      f"{proposal.predicted[i]:9.4f} {proposal.errors[i]:8.4f} "
                      f"({proposal.spreads[i]:.4f})")
+    if math.isfinite(proposal.gap):
+        gap = f"{max(proposal.gap, 0.0):.1e} nats (duality gap)"
+        lines += ["", f"no mixture within the limits has a fitted mean loss lower by more than {gap}"]
     if outside:
         lines += ["", f"beyond what the runs tried: {', '.join(outside)}"]
         lines.append("the fit extrapolates there: use --max-kl or --cap, or add runs")
