@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_d3.plan.audit import audit
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.header import RunHeader
-from tests.plan_helpers import Trainer, domains, files_of, header, make_decider
+from tests.plan_helpers import Trainer, domains, files_of, header, make_decider, random_order
 
 ONLINE = header(total=400)
 FIXED = header(total=400, mix="0.5,0.3,0.2")
@@ -27,6 +27,10 @@ VARIANTS = (
     replace(ONLINE, domains=domains(100, 50, 20, 9)[1:]),
     replace(ONLINE, config={**ONLINE.config, "round_steps": 3}),
     replace(FIXED, config={**FIXED.config, "sampling": "multinomial"}),
+    replace(ONLINE, config={**ONLINE.config, "order": {"length": 4}}),
+    replace(ONLINE, config={**ONLINE.config, "order": {"length": 5, "overlap": True}},
+            batch_schedule=BatchSchedule(((0, 3), (20, 5)))),
+    replace(CAPPED, config={**CAPPED.config, "order": {"length": 3}}),
 )
 
 
@@ -48,14 +52,14 @@ def consumed_at(history: list[Stretch], iteration: int) -> int:
 
 
 def train(directory: Path, history: list[Stretch], stretch: Stretch) -> None:
-    Trainer(directory, stretch.head, read_ahead=7).run(
+    Trainer(directory, stretch.head, read_ahead=7, orderer=random_order).run(
         stretch.start, consumed_at(history, stretch.start), stop_at=stretch.stop, mode="fork",
         snapshot_every=2)
 
 
 @given(st.lists(st.tuples(st.sampled_from(range(len(VARIANTS))), st.integers(0, 8),
                           st.integers(0, 6)), min_size=1, max_size=6))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_only_what_is_left_of_the_history_counts(lives: list[tuple[int, int, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "d3"
