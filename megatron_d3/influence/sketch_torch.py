@@ -61,11 +61,15 @@ def _gather(
     index = torch.where(index < 0, index + dim, index)
     p = blocks[:, None] * dim + index  # global offset
     sign = (words[(p >> 6) - first_word] >> (p & 63)) & 1
-    q = p - global_start
-    run = torch.div(q, global_stride, rounding_mode="floor")
-    column = q - run * global_stride
-    is_held = (run >= 0) & (run < num_runs) & (column < run_length)
-    local = torch.where(is_held, local_start + run * local_stride + column, local_start)
+    column = p - global_start
+    is_held = (column >= 0) & (column < run_length)
+    local = local_start + column
+    if num_runs > 1:  # a division an element; most shards are one run
+        run = torch.div(column, global_stride, rounding_mode="floor")
+        column = column - run * global_stride
+        is_held = (run >= 0) & (run < num_runs) & (column < run_length)
+        local = local_start + run * local_stride + column
+    local = torch.where(is_held, local, local_start)
     value = torch.where(is_held, values[local], 0).to(torch.float64)
     return torch.where(sign == 1, -value, value).sum(0)
 
