@@ -107,7 +107,7 @@ class D3Config:
     """Random pair swaps that `rsr` tries."""
 
     solver_rounds: Annotated[int, Range("[0, inf)")] = 200
-    """Disturbances that `ils` tries, and restarts of objectives that search locally."""
+    """Disturbances that `ils` tries."""
 
     objective: Literal["online", "reverse", "random", "group", "spread"] = "online"
     """What the order is to achieve. `online`: the paper's, each unit at the lowest loss when its

@@ -283,7 +283,9 @@ def test_the_extension_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="a number out of range"):
         compiled.swap(weights, order, np.array([0, 3]))
     with pytest.raises(ValueError, match="a number out of range"):
-        compiled.search(weights, np.array([0, 1, -1]), np.array([0, 1]), 1)
-    with pytest.raises(ValueError, match="no whole number of rounds"):
-        compiled.search(weights, order, np.array([0, 1]), 2)
+        compiled.search(weights, np.array([0, 1, -1]), np.array([0, 1]), order[:1])
+    with pytest.raises(ValueError, match="no whole number of pairs in a round"):
+        compiled.search(weights, order, np.array([0, 1]), order)
+    with pytest.raises(ValueError, match="no whole number of pairs in a round"):
+        compiled.search(weights, order, np.array([0, 1]), order[:0])
     assert order.tolist() == [0, 1, 2]

@@ -95,11 +95,13 @@ static int64_t descend(Search *search)
     return total;
 }
 
-/* Swap `num_swaps` pairs of positions, descend, go back if that is worse; and so on. At the end take
- * the best order seen, the first of equals. */
-static void iterate(Search *search, const int64_t *pairs, int64_t num_rounds, int64_t num_swaps,
-                    int64_t *kept, int64_t *best)
+/* Swap `num_swaps` pairs of positions, descend, go back if that is worse by more than the round's
+ * limit; and so on. At the end take the best order seen, the first of equals. `memory` has room for
+ * two orders. */
+static void iterate(Search *search, const int64_t *pairs, int64_t num_swaps, const int64_t *limits,
+                    int64_t num_rounds, int64_t *memory)
 {
+    int64_t *kept = memory, *best = memory + search->count;
     size_t size = (size_t)search->count * sizeof *kept;
     int64_t gain = 0; /* change of the cost since the best order */
     descend(search);
@@ -112,7 +114,7 @@ static void iterate(Search *search, const int64_t *pairs, int64_t num_rounds, in
             swap_units(search, pairs[0], pairs[1]);
         }
         change += descend(search);
-        if (change > 0) {
+        if (change > limits[round]) {
             memcpy(search->order, kept, size);
             for (int64_t p = 0; p < search->count; p++)
                 search->place[kept[p]] = p;
@@ -187,23 +189,29 @@ static int open_call(Call *call)
 static PyObject *search(PyObject *self, PyObject *args)
 {
     Call call;
-    long long num_swaps;
+    Py_buffer limits;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*w*y*L", &call.weights, &call.order, &call.pairs, &num_swaps))
+    if (!PyArg_ParseTuple(args, "y*w*y*y*", &call.weights, &call.order, &call.pairs, &limits))
         return NULL;
-    if (!open_call(&call))
-        return NULL;
-    if (num_swaps < 1 || call.num_pairs % num_swaps) {
-        close_call(&call);
-        PyErr_SetString(PyExc_ValueError, "_solver: no whole number of rounds");
+    if (!open_call(&call)) {
+        PyBuffer_Release(&limits);
         return NULL;
     }
-    int64_t count = call.search.count;
-    Py_BEGIN_ALLOW_THREADS
-    iterate(&call.search, call.pairs.buf, call.num_pairs / num_swaps, num_swaps,
-            call.memory + count, call.memory + 2 * count);
-    Py_END_ALLOW_THREADS
+    int64_t num_rounds = limits.len / (int64_t)sizeof(int64_t);
+    int64_t num_swaps = num_rounds > 0 ? call.num_pairs / num_rounds : 0;
+    int fits = num_swaps * num_rounds == call.num_pairs;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        iterate(&call.search, call.pairs.buf, num_swaps, limits.buf, num_rounds,
+                call.memory + call.search.count);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&limits);
     close_call(&call);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "_solver: no whole number of pairs in a round");
+        return NULL;
+    }
     Py_RETURN_NONE;
 }
 
@@ -224,7 +232,7 @@ static PyObject *swap(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"search", search, METH_VARARGS,
-     "search(weights, order, pairs, num_swaps), all int64: see kernels.iterated_search."},
+     "search(weights, order, pairs, limits), all int64: see kernels.iterated_search."},
     {"swap", swap, METH_VARARGS, "swap(weights, order, pairs), all int64: see kernels.swap_pairs."},
     {NULL, NULL, 0, NULL},
 };

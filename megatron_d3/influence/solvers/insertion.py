@@ -27,4 +27,5 @@ def insertion(
     """
     weights = whole_numbers(advantage)
     order = greedy_insertion(weights, settings=settings, seed=seed)
-    return iterated_search(weights, order, np.empty((0, 1, 2), np.int64))
+    no_rounds = np.empty(0, np.int64)
+    return iterated_search(weights, order, no_rounds.reshape(0, 1, 2), no_rounds)

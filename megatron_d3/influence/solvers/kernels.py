@@ -70,26 +70,26 @@ def sort_twins(matrix: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 
 def iterated_search(
-    weights: np.ndarray, order: np.ndarray, pairs: np.ndarray
+    weights: np.ndarray, order: np.ndarray, pairs: np.ndarray, limits: np.ndarray
 ) -> np.ndarray:
-    """Return an order that no insertion improves, the best of several.
+    """Return the best order seen in a descent and its repetitions, the first of equals.
 
     Descent: unit after unit is moved to its best place until none has a better one. Then, round
     after round, some pairs change places, the descent is repeated, and what came out is kept unless
-    it is worse. The best order seen is returned, the first of equals.
+    it is worse than what was kept before by more than the round's limit.
 
     Args:
         weights: (L, L) of :func:`whole_numbers`.
         order: (L,) int64, where to start.
         pairs: (R, n, 2) int64 positions that change places, n pairs in each of R rounds; with R = 0
             this is a single descent.
+        limits: (R,) int64, >= 0, in the unit of `weights`.
     """
     order = order.copy()
-    num_swaps = pairs.shape[1]
     if _compiled is not None:
-        _compiled.search(weights, order, np.ascontiguousarray(pairs), max(num_swaps, 1))
+        _compiled.search(weights, order, np.ascontiguousarray(pairs), limits)
     else:
-        _search_python(weights, order, pairs)
+        _search_python(weights, order, pairs, limits)
     return order
 
 
@@ -109,18 +109,20 @@ def swap_pairs(weights: np.ndarray, order: np.ndarray, pairs: np.ndarray) -> np.
     return order
 
 
-def _search_python(weights: np.ndarray, order: np.ndarray, pairs: np.ndarray) -> None:
+def _search_python(
+    weights: np.ndarray, order: np.ndarray, pairs: np.ndarray, limits: np.ndarray
+) -> None:
     """Search from `order`, in place. The reference for `iterate` of `_solver.c`."""
     gain = 0  # change of the cost since the best order
     _descend(weights, order)
     kept, best = order.copy(), order.copy()
-    for swaps in pairs.tolist():
+    for swaps, limit in zip(pairs.tolist(), limits.tolist(), strict=True):
         change = 0
         for p, q in swaps:
             change += _swap_cost(weights, order, p, q)
             order[[p, q]] = order[[q, p]]
         change += _descend(weights, order)
-        if change > 0:
+        if change > limit:
             order[:] = kept
             continue
         kept[:] = order
