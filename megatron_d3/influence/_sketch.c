@@ -116,13 +116,16 @@ INLINE void normals(uint64_t row, uint64_t key, float *restrict cosine, float *r
 typedef void (*FloatLoop)(const float *, const Shard *, const Map *, float *, double *);
 typedef void (*DoubleLoop)(const double *, const Shard *, const Map *, double *, double *);
 
-/* Offsets after the last element, or -1 where a run would leave its tensor. */
+/* Tell whether all runs lie in the local tensor; no product that could overflow. */
 static int fits(const Shard *s, Py_ssize_t num_values)
 {
     if (s->num_runs < 1 || s->run_length < 1 || s->global_start < 0 || s->local_start < 0 ||
         s->global_stride < 0 || s->local_stride < 0)
         return 0;
-    return s->local_start + (s->num_runs - 1) * s->local_stride + s->run_length <= num_values;
+    if (s->run_length > num_values || s->local_start > num_values - s->run_length)
+        return 0;
+    long long rest = num_values - s->run_length - s->local_start;
+    return s->num_runs == 1 || (s->local_stride > 0 && s->num_runs - 1 <= rest / s->local_stride);
 }
 
 static PyObject *apply(PyObject *args, FloatLoop float_loop, DoubleLoop double_loop)
