@@ -151,6 +151,70 @@ def test_another_layout_continues_the_trajectory_up_to_float_order(
     assert audit(tmp_path / "d3", decider_factory()).is_sound
 
 
+# Rounds of 2 steps, a warm-up of 3, which ends inside a round, and a step read ahead.
+ROUNDS_OF_TWO = {"round_steps": 2, "mix": {**ODM_MIX, "warmup_steps": 3}}
+
+
+@pytest.fixture(scope="module")
+def by_twos(corpora: Path) -> Path:
+    return write_config(corpora / "twos.yaml", **ROUNDS_OF_TWO, **EXTRA)
+
+
+@pytest.fixture(scope="module")
+def whole_by_twos(launcher: Launcher, corpora: Path, by_twos: Path) -> tuple[Path, Run]:
+    save = corpora / "twos"
+    run = launcher.run(
+        save / "run", flags(by_twos, save, steps=STEPS + 2, save_interval=1), world_size=2,
+        setup="tests.mcore.faults:record_state").require_success()
+    rounds = [(row.iteration, row.step, row.stop) for row, _ in PlanReader(save / "d3").rounds()]
+    assert rounds == [(0, 0, 16), (1, 2, 32), (3, 4, 48), (5, 6, 64)]
+    weights = weights_of(save / "d3")
+    assert weights[0] == weights[1] == weights[2]  # of the warm-up: no loss before step 4 counts
+    assert weights[3] != weights[2]
+    return save, run
+
+
+@pytest.mark.parametrize("kill_at", [1, 2, 3, 5])
+def test_killed_between_rounds_inside_one_and_inside_the_warm_up(
+    launcher: Launcher, by_twos: Path, whole_by_twos: tuple[Path, Run], tmp_path: Path,
+    kill_at: int,
+) -> None:
+    """1: in a round and the warm-up; 2: between rounds; 3: the warm-up ends; 5: after it."""
+    save, run = whole_by_twos
+    arguments = flags(by_twos, tmp_path, steps=STEPS + 2, save_interval=1)
+    killed = launcher.run(
+        tmp_path / "a", arguments, world_size=2, setup="tests.mcore.faults:kill_after_ledger",
+        environment={"D3_TEST_KILL_AT": str(kill_at)})
+    assert -9 in killed.codes
+    resumed = launcher.run(
+        tmp_path / "b", arguments, world_size=2, setup="tests.mcore.faults:record_state")
+    resumed.require_success()
+    assert plan_bytes(tmp_path / "d3") == plan_bytes(save / "d3")
+    for rank in (0, 1):
+        assert states(resumed)[rank] == states(run)[rank][kill_at - 1:]
+        assert resumed.steps(rank) == run.steps(rank)[kill_at - 1:]
+
+
+def test_rounds_of_two_steps_under_other_data_parallel_sizes(
+    launcher: Launcher, by_twos: Path, whole_by_twos: tuple[Path, Run], tmp_path: Path
+) -> None:
+    """One rank stops in the warm-up and inside a round; four go on from there."""
+    for world_size, until in ((1, 3), (4, STEPS + 2)):
+        run = launcher.run(
+            tmp_path / str(world_size),
+            [*flags(by_twos, tmp_path, steps=STEPS + 2, save_interval=1),
+             "--exit-interval", str(until)], world_size=world_size).require_success()
+    assert "resumed with data-parallel size 4 and micro-batch size 2: the same weights" in run.output
+    save = whole_by_twos[0]
+    np.testing.assert_allclose(
+        weights_of(tmp_path / "d3"), weights_of(save / "d3"), rtol=1e-4)
+    found, expected = ([(row.iteration, row.step, row.start, row.stop)
+                        for row, _ in PlanReader(folder / "d3").rounds()]
+                       for folder in (tmp_path, save))
+    assert found == expected
+    assert audit(tmp_path / "d3", decider_factory()).is_sound
+
+
 def test_the_lag_is_that_of_the_plans_start_and_more_is_refused(
     launcher: Launcher, corpora: Path, tmp_path: Path
 ) -> None:
