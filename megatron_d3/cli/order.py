@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_d3.corpus.scores import (
     join_scores,
     npy_chunks,
     read_scores,
+    require_made_for,
 )
 from megatron_d3.errors import ConfigError
 from megatron_d3.order import METHODS, PRESETS, Recipe, permutation, preset, rank_together
@@ -153,22 +155,35 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
             "order each by itself"
         )
     source = open_source([read_index(prefix) for prefix in args.prefix])
-    scores = _read_scores(args, source, is_needed=recipe.needs_scores)
-    if args.plot and scores is None:
-        raise ConfigError("--plot: there are no scores to draw; give --scores")
-    row = scores.row(args.score) if scores and recipe.needs_scores else None
-    ranking = partial(rank_together, ranks=ranks)
-    if ranks.rank:
-        if row is not None:
-            ranking(row, ascending=recipe.ascending is not False)
-        return 0  # rank 0 does the rest
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        order = permutation(row, recipe, num_items=source.num_documents, ranking=ranking)
-    for warning in caught:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    how = _how(args, recipe, scores)
-    report = origin(source, order, is_copying=args.copy, how=how)
+    # One core hashes what is read while the other sorts: both take about as long.
+    with ThreadPoolExecutor(1) as background:
+        background.submit(lambda: [index.digest for index in source.indexes])
+        parts = _read_scores(args, source, is_needed=recipe.needs_scores)
+        scores = join_scores(parts) if parts else None
+        if args.plot and scores is None:
+            raise ConfigError("--plot: there are no scores to draw; give --scores")
+        row = hashed = None
+        if scores and recipe.needs_scores:
+            row = scores.row(args.score)
+            if not ranks.rank:
+                # In memory: it is read in no order, and a mapped file has small pages.
+                row = np.array(row)
+                hashed = background.submit(array_hash, row)
+        ranking = partial(rank_together, ranks=ranks)
+        if ranks.rank:
+            if row is not None:
+                ranking(row, ascending=recipe.ascending is not False)
+            return 0  # rank 0 does the rest
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            order = permutation(row, recipe, num_items=source.num_documents, ranking=ranking)
+        for warning in caught:
+            print(f"warning: {warning.message}", file=sys.stderr)
+        score_hash = hashed.result() if hashed else None  # and with it the digests
+        for part, index in zip(parts, source.indexes, strict=False):
+            require_made_for(part, index)
+        how = _how(args, recipe, scores, score_hash)
+        report = origin(source, order, is_copying=args.copy, how=how)
     if not args.dry_run:
         _write(args, source, scores, order, report)
     _print(args, recipe, report, row, order)
@@ -192,26 +207,29 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     return Recipe(**fields, ascending=args.ascending, seed=args.seed)
 
 
-def _read_scores(args: argparse.Namespace, source: Source, *, is_needed: bool) -> Scores | None:
+def _read_scores(args: argparse.Namespace, source: Source, *, is_needed: bool) -> list[Scores]:
+    """Open the scores of each corpus, if there are any; their digests have yet to be compared."""
     paths = args.scores or [suffixed(prefix, SUFFIXES[0]) for prefix in args.prefix]
     if len(paths) != len(args.prefix):
         raise ConfigError(f"--scores: got {len(paths)} files for {len(args.prefix)} corpora")
     if not (is_needed or args.scores or all(path.is_file() for path in paths)):
-        return None
-    parts = [
-        read_scores(path, index=index) for path, index in zip(paths, source.indexes, strict=True)
+        return []
+    return [
+        read_scores(path, index=index, is_digest_checked=False)
+        for path, index in zip(paths, source.indexes, strict=True)
     ]
-    return join_scores(parts)
 
 
-def _how(args: argparse.Namespace, recipe: Recipe, scores: Scores | None) -> dict[str, Any]:
+def _how(
+    args: argparse.Namespace, recipe: Recipe, scores: Scores | None, score_hash: str | None
+) -> dict[str, Any]:
     """Return what this verb adds to the origin of its output."""
     score = None
     if scores and recipe.needs_scores:
         name = args.score or scores.names[0]
         paths = args.scores or [suffixed(prefix, SUFFIXES[0]) for prefix in args.prefix]
         files = [str(path) for path in paths]
-        score = {"name": name, "files": files, "hash": array_hash(scores.row(name))}
+        score = {"name": name, "files": files, "hash": score_hash}
     return {"verb": NAME, "recipe": recipe.to_dict(), "preset": args.preset, "score": score}
 
 

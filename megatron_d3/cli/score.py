@@ -24,7 +24,6 @@ from megatron_d3.corpus.index import Index, read_index, suffixed
 from megatron_d3.corpus.parts import LOSS_PARTS, finished
 from megatron_d3.corpus.progress import Progress
 from megatron_d3.corpus.publish import Publication
-from megatron_d3.corpus.rewrite import index_hash
 from megatron_d3.corpus.score import METHODS, score
 from megatron_d3.corpus.score_join import join
 from megatron_d3.corpus.scores import SUFFIXES, read_scores, score_files
@@ -120,7 +119,7 @@ def _score(args: argparse.Namespace, rank: int) -> int:
             chunks, text = score_files(
                 np.concatenate([*old_values, values]),
                 names=[*old_names, *names],
-                index=index_hash(index),
+                index=index.digest,
             )
             new.write(SUFFIXES[0], chunks)
             new.write(SUFFIXES[1], [text])

@@ -10,6 +10,7 @@ out.idx            last: it makes the corpus one
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,15 @@ import numpy as np
 from megatron_d3 import __version__
 from megatron_d3.corpus.index import suffixed
 from megatron_d3.corpus.publish import Publication
-from megatron_d3.corpus.rewrite import Source, file_hash, index_hash, rewrite
+from megatron_d3.corpus.rewrite import Source, rewrite
 from megatron_d3.corpus.scores import (
     SUFFIXES,
     Scores,
     array_hash,
     join_scores,
     read_scores,
-    score_files,
+    score_chunks,
+    score_json,
 )
 
 ORIGIN_VERSION = 1
@@ -52,7 +54,7 @@ def origin(
         "inputs": [
             {
                 "prefix": str(index.prefix),
-                "index": index_hash(index),
+                "index": index.digest,
                 "bin_bytes": index.bin_bytes,
                 "num_documents": index.num_documents,
                 "num_tokens": index.num_tokens,
@@ -89,14 +91,18 @@ def derive(
         CorpusError: as `rewrite` and `Publication`.
     """
     with Publication(prefix, ALL_SUFFIXES, is_overwriting=is_overwriting) as new:
-        rewrite(source, documents, new, is_copying=is_copying)
-        index = file_hash(new.aside(".idx"))
+        with ThreadPoolExecutor(1) as pool:
+            writing = None
+            if scores is not None:
+                chunks = score_chunks(scores.values, documents=documents)
+                writing = pool.submit(new.write, SUFFIXES[0], chunks)
+            index = rewrite(source, documents, new, is_copying=is_copying)
+            if writing is not None:
+                writing.result()
         report["output"] = {"prefix": str(prefix), "index": index}
         if scores is not None:
-            chunks, text = score_files(
-                scores.values, names=scores.names, index=index, documents=documents
-            )
-            new.write(SUFFIXES[0], chunks)
+            count = source.num_documents if documents is None else len(documents)
+            text = score_json(scores.names, num_documents=count, index=index)
             new.write(SUFFIXES[1], [text])
         new.write(ORIGIN_SUFFIX, [(json.dumps(report, indent=2) + "\n").encode()])
 

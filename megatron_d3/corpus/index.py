@@ -24,6 +24,7 @@ read with `pread`, so a file cut short under a running job is an error and not a
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import struct
 from collections.abc import Callable
@@ -105,6 +106,14 @@ class Index:
         """Sums and checksum of all sequences; the first use is a pass over the file."""
         return scan(self.lengths, self.pointers, itemsize=self.dtype.itemsize,
                     bin_bytes=self.bin_bytes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of the whole `.idx`; the first use is a pass over it, about a second a GB."""
+        state = hashlib.blake2b(digest_size=16)
+        for start in range(0, self.raw.size, 1 << 24):
+            state.update(self.raw[start : start + (1 << 24)])
+        return state.hexdigest()
 
     def read_into(self, out: np.ndarray, offset: int) -> None:
         """Fill `out`, a contiguous array of `dtype`, from byte `offset` of the `.bin`.

@@ -11,9 +11,12 @@ beside the `.idx` of another.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,6 +27,7 @@ from megatron_d3.corpus.index import suffixed
 from megatron_d3.errors import CorpusError
 
 COPY_BYTES = 1 << 24  # bytes copied at a time
+_CHUNKS_AHEAD = 2  # written before they are hashed: bounds memory
 
 
 class Publication:
@@ -83,6 +87,16 @@ class Publication:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
+
+    def write_hashed(self, suffix: str, chunks: Iterable[np.ndarray | bytes]) -> str:
+        """Write as `write` does; return BLAKE2b of it all, 16 bytes in hexadecimal.
+
+        A thread computes it, since it takes as long as everything else.
+        """
+        state = hashlib.blake2b(digest_size=16)
+        with ThreadPoolExecutor(1) as pool:
+            self.write(suffix, _hashed(chunks, state.update, pool))
+        return state.hexdigest()
 
     def link(self, suffix: str, source: Path) -> None:
         """Give the file `source` a second name (a hard link): no bytes are copied.
@@ -162,6 +176,20 @@ class Publication:
             hint = "; nothing was changed, free some space and run it again"
         where = error.filename or self.prefix
         return CorpusError(f"{where}: cannot be written: {error.strerror}{hint}")
+
+
+def _hashed(
+    chunks: Iterable[np.ndarray | bytes], update: Callable[..., None], pool: ThreadPoolExecutor
+) -> Iterator[np.ndarray | bytes]:
+    """Pass chunks on, and to `update` in the pool, few of them waiting at a time."""
+    waiting: deque[Future[None]] = deque()
+    for chunk in chunks:
+        waiting.append(pool.submit(update, chunk))
+        yield chunk
+        if len(waiting) > _CHUNKS_AHEAD:
+            waiting.popleft().result()
+    for future in waiting:
+        future.result()
 
 
 def _is_running(pid: str) -> bool:

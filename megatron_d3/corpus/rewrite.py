@@ -13,7 +13,6 @@ changes both. Replacing a file (as this package does) is safe.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ def rewrite(
     new: Publication,
     *,
     is_copying: bool = False,
-) -> None:
+) -> str:
     """Write the `.bin` and `.idx` of chosen documents into a publication.
 
     Args:
@@ -128,10 +127,13 @@ def rewrite(
         new: the open publication; has the suffixes ".bin" and ".idx".
         is_copying: write the tokens in the new order instead of linking the `.bin`.
 
+    Returns:
+        the digest of the new `.idx`, see `Index.digest`.
+
     Raises:
         CorpusError: the `.bin` is on another file system and `is_copying` is False.
 
-    Memory: a few blocks of `BLOCK` documents, whatever the size; `documents` may be a memory map.
+    Memory: a few blocks of `BLOCK` documents, and 8 bytes a sequence where `documents` is given.
     """
     if is_copying:
         new.write(".bin", _tokens(source, documents))
@@ -139,7 +141,7 @@ def rewrite(
         new.link(".bin", source.bins[0])
     else:
         new.concatenate(".bin", source.bins)
-    new.write(".idx", _idx(source, documents, is_sequential=is_copying))
+    return new.write_hashed(".idx", _idx(source, documents, is_sequential=is_copying))
 
 
 def document_tokens(index: Index) -> np.ndarray:
@@ -153,54 +155,84 @@ def document_tokens(index: Index) -> np.ndarray:
     return out
 
 
-def index_hash(index: Index) -> str:
-    """Return a hash of the whole `.idx`; one pass, about a second a GB."""
-    state = hashlib.blake2b(digest_size=16)
-    for start in range(0, index.raw.size, 1 << 24):
-        state.update(index.raw[start : start + (1 << 24)])
-    return state.hexdigest()
-
-
-def file_hash(path: Path) -> str:
-    """Return what `index_hash` gives for an `.idx` that is not opened."""
-    state = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 24):
-            state.update(piece)
-    return state.hexdigest()
-
-
 def _idx(
     source: Source, documents: np.ndarray | None, *, is_sequential: bool
 ) -> Iterator[np.ndarray | bytes]:
     """Yield the bytes of the `.idx`, one section after another."""
     code = code_of_dtype(source.dtype)
     num_documents = source.num_documents if documents is None else len(documents)
-    num_sequences = num_documents
-    if not source.is_one_to_one:
-        num_sequences = sum(int(block[2].sum()) for block in _document_blocks(source, documents))
-    yield HEADER.pack(MAGIC, FORMAT_VERSION, code, num_sequences, num_documents + 1)
-    for which, sequences in _sequence_blocks(source, documents):
-        yield _gather(source, "lengths", which, sequences).astype("<i4", copy=False)
+    yield HEADER.pack(
+        MAGIC, FORMAT_VERSION, code, _count_sequences(source, documents), num_documents + 1
+    )
+    for _, lengths in _section(source, documents, "lengths"):
+        yield lengths.astype("<i4", copy=False)
     end = 0
-    for which, sequences in _sequence_blocks(source, documents):
-        if is_sequential:
-            lengths = _gather(source, "lengths", which, sequences)
-            ends = end + np.cumsum(lengths.astype(np.int64) * source.dtype.itemsize)
-            pointers = np.concatenate(([end], ends[:-1])) if len(ends) else ends
-            end = int(ends[-1]) if len(ends) else end
-        else:
-            pointers = _gather(source, "pointers", which, sequences) + source.bases[which]
-        yield pointers.astype("<i8", copy=False)
+    if is_sequential:
+        for _, lengths in _section(source, documents, "lengths"):
+            sizes = lengths.astype(np.int64) * source.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            yield (ends - sizes).astype("<i8", copy=False)
+            end = int(ends[-1])
+    else:
+        for which, pointers in _section(source, documents, "pointers"):
+            base = source.bases[which]
+            yield (pointers + base if np.any(base) else pointers).astype("<i8", copy=False)
     yield np.zeros(1, "<i8")
     last = 0
-    for _, _, counts in _document_blocks(source, documents):
+    for counts in _counts(source, documents):
         bounds = last + np.cumsum(counts, dtype=np.int64)
         last = int(bounds[-1])
         yield bounds.astype("<i8", copy=False)
     if source.has_modes:
-        for which, sequences in _sequence_blocks(source, documents):
-            yield _gather(source, "modes", which, sequences)
+        for _, modes in _section(source, documents, "modes"):
+            yield modes
+
+
+def _count_sequences(source: Source, documents: np.ndarray | None) -> int:
+    if documents is None:
+        return sum(index.num_sequences for index in source.indexes)
+    if source.is_one_to_one:
+        return len(documents)
+    return sum(int(counts.sum()) for counts in _counts(source, documents))
+
+
+def _section(
+    source: Source, documents: np.ndarray | None, name: str
+) -> Iterator[tuple[int | np.ndarray, np.ndarray]]:
+    """Yield an array of all sequences wanted, at most `BLOCK` at a time, none empty.
+
+    Yields:
+        index number: one for all, or (b,); and (b,) values of the array `name`.
+    """
+    arrays = [getattr(index, name) for index in source.indexes]
+    if documents is None:
+        for which, array in enumerate(arrays):
+            for start in range(0, 0 if array is None else len(array), BLOCK):
+                yield which, array[start : start + BLOCK]
+        return
+    # Sections of an `.idx` are not aligned, and a mapped file has small pages: gathering from a
+    # copy takes a third of the time.
+    arrays = [None if array is None else np.array(array) for array in arrays]
+    if len(arrays) == 1 and source.is_one_to_one:
+        for chosen in _chosen_blocks(source, documents):
+            yield 0, arrays[0].take(chosen)
+        return
+    for owners, sequences in _sequence_blocks(source, documents):
+        yield owners, _gather(arrays, owners, sequences)
+
+
+def _counts(source: Source, documents: np.ndarray | None) -> Iterator[np.ndarray]:
+    """Yield the number of sequences of every document wanted, at most `BLOCK` at a time."""
+    if source.is_one_to_one:
+        for chosen in _chosen_blocks(source, documents):
+            yield np.ones(len(chosen), np.int64)
+    elif documents is None:
+        for index in source.indexes:
+            for start in range(0, index.num_documents, BLOCK):
+                yield np.diff(index.document_indices[start : start + BLOCK + 1])
+    else:
+        for _, _, counts in _document_blocks(source, documents):
+            yield counts
 
 
 def _document_blocks(
@@ -215,8 +247,9 @@ def _document_blocks(
         if source.is_one_to_one:
             yield which, local, np.ones(len(chosen), np.int64)
             continue
-        firsts = _gather(source, "document_indices", which, local)
-        yield which, firsts, _gather(source, "document_indices", which, local + 1) - firsts
+        indices = [index.document_indices for index in source.indexes]
+        firsts = _gather(indices, which, local)
+        yield which, firsts, _gather(indices, which, local + 1) - firsts
 
 
 def _chosen_blocks(source: Source, documents: np.ndarray | None) -> Iterator[np.ndarray]:
@@ -249,12 +282,17 @@ def _sequence_blocks(
             yield which[document], firsts[document] + within
 
 
-def _gather(source: Source, name: str, which: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return one array of the indexes at the given places of each."""
-    arrays = [getattr(index, name) for index in source.indexes]
+def _gather(arrays: Sequence[np.ndarray], which: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return values of several arrays, each at its own places.
+
+    Args:
+        arrays: of one dtype, an index each; None for one without sequences.
+        which: (b,) number of the array.
+        places: (b,) where in it.
+    """
     if len(arrays) == 1:
         return arrays[0][places]
-    out = np.empty(len(places), arrays[which[0]].dtype)
+    out = np.empty(len(places), arrays[which[0]].dtype if len(which) else np.int64)
     for number in np.unique(which):
         mine = np.flatnonzero(which == number)
         out[mine] = arrays[number][places[mine]]
@@ -265,8 +303,9 @@ def _tokens(source: Source, documents: np.ndarray | None) -> Iterator[bytes]:
     """Yield the tokens of the documents in their order."""
     maps = [map_bin(index) for index in source.indexes]
     for which, sequences in _sequence_blocks(source, documents):
-        starts = _gather(source, "pointers", which, sequences)
-        sizes = _gather(source, "lengths", which, sequences).astype(np.int64)
+        starts = _gather([index.pointers for index in source.indexes], which, sequences)
+        lengths = _gather([index.lengths for index in source.indexes], which, sequences)
+        sizes = lengths.astype(np.int64)
         stops = starts + sizes * source.dtype.itemsize
         # One slice a sequence, about 0.2 us each: what is not the copying itself.
         pieces: list[memoryview] = []

@@ -38,7 +38,6 @@ from megatron_d3.corpus.parts import (
 from megatron_d3.corpus.progress import Progress
 from megatron_d3.corpus.publish import Publication
 from megatron_d3.corpus.records import Problem
-from megatron_d3.corpus.rewrite import file_hash
 from megatron_d3.corpus.scores import SUFFIXES, score_files
 from megatron_d3.corpus.sources import Chunk, Span, chunks, rows_before
 from megatron_d3.errors import ConfigError, CorpusError, D3Error
@@ -254,8 +253,7 @@ def _assemble(
         raise CorpusError(f"{new.prefix}: no document in any of the files{why}")
     dtype = dtype_for_vocab(tokenizer["vocab_size"])
     new.concatenate(".bin", parts.bins())
-    new.write(".idx", parts.idx(dtype, total))
-    index = file_hash(new.aside(".idx"))
+    index = new.write_hashed(".idx", parts.idx(dtype, total))
     names = settings.keys.scores
     if names:
         values = parts.scores(len(names), total.num_documents)

@@ -27,7 +27,6 @@ from megatron_d3.corpus.derive import ORIGIN_SUFFIX
 from megatron_d3.corpus.index import Index, read_index, suffixed
 from megatron_d3.corpus.parts import LOSS_PARTS, finished, hold, remove
 from megatron_d3.corpus.progress import Progress
-from megatron_d3.corpus.rewrite import index_hash
 from megatron_d3.corpus.windows import (
     Batch,
     batches,
@@ -283,7 +282,7 @@ def _fingerprint(index: Index, path: Path, args: argparse.Namespace) -> dict[str
     files = sorted(file for file in path.iterdir() if file.is_file())
     stats = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return {
-        "version": VERSION, "index": index_hash(index), "checkpoint": str(path.resolve()),
+        "version": VERSION, "index": index.digest, "checkpoint": str(path.resolve()),
         "files": stats, "seq-length": args.seq_length, "precision": str(args.params_dtype)}
 
 

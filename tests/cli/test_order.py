@@ -12,7 +12,6 @@ import pytest
 
 from megatron_d3.cli import order as verb
 from megatron_d3.corpus.index import read_index
-from megatron_d3.corpus.rewrite import index_hash
 from megatron_d3.corpus.scores import read_scores
 from megatron_d3.corpus.writer import IndexWriter
 from megatron_d3.errors import ConfigError, CorpusError
@@ -97,8 +96,8 @@ def test_provenance_names_everything_that_decided(web, tmp_path, capsys):
         "seed": 42,
     }
     assert got["preset"] == "saw-pretrain"
-    assert got["inputs"][0]["index"] == index_hash(read_index(web))
-    assert got["output"]["index"] == index_hash(read_index(tmp_path / "out"))
+    assert got["inputs"][0]["index"] == read_index(web).digest
+    assert got["output"]["index"] == read_index(tmp_path / "out").digest
     assert got["score"]["name"] == "score"
     assert got["bin"] == "linked"
 

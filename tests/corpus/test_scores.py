@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from megatron_d3.corpus.index import Index, read_index
-from megatron_d3.corpus.rewrite import index_hash
 from megatron_d3.corpus.scores import (
     array_hash,
     join_scores,
     npy_chunks,
     read_scores,
-    score_files,
+    score_chunks,
+    score_json,
 )
 from megatron_d3.corpus.writer import IndexWriter
 from megatron_d3.errors import CorpusError
@@ -30,14 +30,17 @@ def index(tmp_path: Path) -> Index:
 
 
 def write(path: Path, values, names, index: str, documents=None) -> Path:
-    chunks, text = score_files(np.array(values), names=names, index=index, documents=documents)
+    values = np.array(values)
+    chunks = score_chunks(values, documents=documents)
+    count = values.shape[1] if documents is None else len(documents)
+    text = score_json(names, num_documents=count, index=index)
     path.write_bytes(b"".join(bytes(chunk) for chunk in chunks))
     path.with_suffix(".json").write_bytes(text)
     return path
 
 
 def test_one_score_is_one_number_a_document(tmp_path, index):
-    path = write(tmp_path / "web.scores.npy", [[3.0, 1.0, 2.0]], ["quality"], index_hash(index))
+    path = write(tmp_path / "web.scores.npy", [[3.0, 1.0, 2.0]], ["quality"], index.digest)
     assert np.load(path).tolist() == [3.0, 1.0, 2.0]
     scores = read_scores(path, index=index)
     assert scores.names == ("quality",)
@@ -46,7 +49,7 @@ def test_one_score_is_one_number_a_document(tmp_path, index):
 
 def test_several_scores_are_chosen_by_name(tmp_path, index):
     values = [[3.0, 1.0, 2.0], [30.0, 10.0, 20.0]]
-    path = write(tmp_path / "web.scores.npy", values, ["quality", "length"], index_hash(index))
+    path = write(tmp_path / "web.scores.npy", values, ["quality", "length"], index.digest)
     scores = read_scores(path, index=index)
     assert scores.row("length").tolist() == [30.0, 10.0, 20.0]
     with pytest.raises(CorpusError, match=r"holds several scores \(quality, length\); choose one"):

@@ -58,6 +58,39 @@ def test_equal_scores_keep_document_order(values, ascending):
     assert got == sorted(range(len(values)), key=values.__getitem__, reverse=not ascending)
 
 
+# Neighbours of 1, of 0 and of the largest numbers: scores that differ in their last bits only.
+CLOSE = [1 + k * 2.0**-52 for k in range(-3, 4)] + [k * 5e-324 for k in range(-3, 4)]
+CLOSE += [-0.0, np.inf, -np.inf, np.finfo(np.float64).max, -1.0, np.nextafter(-1.0, 0)]
+
+
+@given(st.lists(st.sampled_from(CLOSE), max_size=60), st.booleans())
+def test_scores_that_hardly_differ_are_told_apart(values, ascending):
+    got = rank(np.array(values, dtype=np.float64), ascending=ascending).tolist()
+    assert got == sorted(range(len(values)), key=values.__getitem__, reverse=not ascending)
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize("kind", ["uniform", "some close", "all close", "few values", "f4", "i8",
+                                  "u8", "longdouble"])  # fmt: skip
+def test_large_arrays_are_ranked_as_by_a_stable_sort(kind, ascending):
+    rng = np.random.default_rng(1)
+    size = 1_100_000 if kind == "uniform" else 50_000  # sorted by several threads, or by one
+    values = {
+        "uniform": rng.normal(size=size),
+        "some close": np.where(rng.random(size) < 0.02, 1 + rng.random(size) * 1e-13, rng.random()),
+        "all close": 1 + rng.random(size) * 1e-13,
+        "few values": rng.integers(-3, 3, size) / 7,
+        "f4": rng.normal(size=size).astype(np.float32),
+        "i8": rng.integers(-(2**62), 2**62, size),
+        "u8": rng.integers(0, 2**64 - 1, size, dtype=np.uint64),
+        "longdouble": rng.random(size).astype(np.longdouble),
+    }[kind]
+    expected = np.argsort(values if ascending else values[::-1], kind="stable")
+    if not ascending:
+        expected = (size - 1 - expected)[::-1]
+    assert np.array_equal(rank(values, ascending=ascending), expected)
+
+
 @pytest.mark.parametrize("method", ["sort", "fold", "zigzag", "str", "saw"])
 def test_one_distinct_score_is_ordered_as_the_documents_are(method):
     equal = permutation(np.zeros(50), recipe(method), num_items=50)
