@@ -1,0 +1,110 @@
+"""A probe inside a training run: before step D3_TEST_PROBE_AT, what it sees goes to an .npz."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NUM_UNITS, NUM_SEQUENCES, SEQ_LENGTH, VOCAB = 3, 4, 32, 256
+DIM = 400
+
+
+def fields(unit: int, sequence: int) -> dict[str, Any]:
+    """A repeatable random sample; the last token of odd sequences does not count in the loss."""
+    import torch
+
+    rng = np.random.default_rng([unit, sequence])
+    tokens = torch.from_numpy(rng.integers(0, VOCAB, SEQ_LENGTH + 1))
+    mask = torch.ones(SEQ_LENGTH)
+    mask[-1] = 1 - sequence % 2
+    return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone(), "loss_mask": mask,
+            "position_ids": torch.arange(SEQ_LENGTH),
+            "attention_mask": torch.tril(torch.ones(1, SEQ_LENGTH, SEQ_LENGTH)) < 0.5}
+
+
+def measure(source: Any) -> dict[str, np.ndarray]:
+    """Everything a source answers, on all ranks alike."""
+    from megatron_d3.influence.settings import SketchConfig
+    from megatron_d3.influence.sketch import make_sketch
+
+    sketches = {kind: make_sketch(SketchConfig(type=kind, dim=DIM), source.layout)
+                for kind in ("rotation", "none")}
+    found: dict[str, np.ndarray] = {}
+
+    def take(name: str, unit: int, vector: Any) -> None:
+        for kind, sketch in sketches.items():
+            key = f"{name}/{kind}"
+            if key not in found:
+                found[key] = np.zeros((NUM_UNITS, sketch.dim))
+            found[key][unit] = sketch(vector).cpu().numpy()
+
+    numbers = np.zeros((NUM_UNITS, 8))
+    mean = source.new_vector()
+    for unit in source.own_units:
+        values = [*source.loss(unit, 0, NUM_SEQUENCES), *source.gradient(unit, 0, NUM_SEQUENCES)]
+        take("gradient", unit, source.gradients)
+        take("signs", unit, list(source.rademacher(unit)))
+        norm = source.dot(source.gradients, source.gradients)
+        for total, part in zip(mean, source.gradients, strict=True):
+            total += part
+        values += source.gradient(unit, 2, 4)
+        values += [norm, 0.0]
+        numbers[unit] = values
+        source.gradient(unit, 0, NUM_SEQUENCES, sample_key=7)
+        take("sampled", unit, source.gradients)
+    source.sum_over_groups(mean)
+    length = source.dot(mean, mean) ** 0.5
+    with source.displaced([tensor / length for tensor in mean], 0.01) as applied:
+        for unit in source.own_units:
+            take("applied", unit, applied)
+            numbers[unit, 7] = source.gradient(unit, 0, NUM_SEQUENCES).mean
+            take("there", unit, source.gradients)
+    found = {name: source.all_sum(array) for name, array in found.items()}
+    # Every rank of a group says the same: the mean over the group's ranks.
+    size = source.group_sum(np.ones(1))[0]
+    found["numbers"] = source.all_sum(numbers / size)
+    # By name; a rank knows those of its own tensors.
+    names = list(source.layout.global_sizes)
+    found["scales"] = np.full(len(names) + 1, np.nan)
+    found["scales"][-1] = source.weights_norm()
+    for shards, scale in zip(source.layout.tensors, source.tensor_scales(), strict=True):
+        found["scales"][names.index(shards[0].name)] = scale
+    # Groups hold equal roots; every rank adds its own shards of one of them.
+    root = source.step_root()
+    found["root"] = source.group_sum(sketches["none"](root).cpu().numpy())
+    return found
+
+
+def probe_once() -> None:
+    """Probe before the step D3_TEST_PROBE_AT (1-based), or not at all if it is 0."""
+    from megatron.training import training
+
+    stock = training.train_step
+
+    @functools.wraps(stock)
+    def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
+        if (iteration or 0) + 1 == int(os.environ["D3_TEST_PROBE_AT"]):
+            _probe(args[2], args[3])
+        return stock(*args, iteration=iteration, **kwargs)
+
+    training.train_step = train_step
+
+
+def _probe(chunks: Any, optimizer: Any) -> None:
+    import torch
+
+    from megatron_d3.mcore.probe import Probe, ProbeSettings, UnitSamples
+    from tests.mcore import recorder
+
+    probe = Probe(chunks, optimizer, ProbeSettings(
+        seq_length=SEQ_LENGTH, micro_batch_size=2, vocab_size=VOCAB, has_dropout=True))
+    before = [p.data.clone() for p in probe.parameters]
+    with probe.measuring(UnitSamples(NUM_UNITS, NUM_SEQUENCES, fields)) as source:
+        found = measure(source)
+    assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
+    assert recorder.folder is not None
+    np.savez(Path(recorder.folder) / f"probe{os.environ['RANK']}.npz", **found)
