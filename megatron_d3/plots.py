@@ -1,13 +1,15 @@
-"""Plots of one or several runs: weights and realised shares, losses per domain. Needs matplotlib.
+"""Plots of one or several runs: weights and realised shares, losses per domain, and the influence
+graph of a window. Needs matplotlib.
 
-Both are drawn from :class:`~megatron_d3.curves.RunCurves`, hence from plan directories alone.
+All are drawn from plan directories alone, the first two by :class:`~megatron_d3.curves.RunCurves`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ import numpy as np
 
 from megatron_d3.curves import RunCurves, Windows
 from megatron_d3.errors import ConfigError
+from megatron_d3.influence.graph import in_order
+from megatron_d3.plan.windows import WindowRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,6 +103,58 @@ def plot_losses(runs: Sequence[RunCurves], path: Path) -> None:
     figure.suptitle("loss per domain")
     _legend(figure, runs)
     _save(figure, path)
+
+
+def plot_graph(name: str, row: WindowRow, arrays: Mapping[str, np.ndarray], path: Path) -> None:
+    """Draw a window's advantage S in stored and in found order, the order, and what it costs.
+
+    Args:
+        name: of the run.
+        row: the window's line of `windows.jsonl`.
+        arrays: of the window: `advantage` (L, L) and `order` (L,), the unit at each position.
+        path: image file; its suffix names the format (.png, .svg, .pdf).
+
+    Raises:
+        ConfigError: matplotlib is missing, or it does not know the suffix.
+    """
+    figure = _figure(10.5, 8.0)
+    (left, right), (below, text) = figure.subplots(2, 2, height_ratios=(5, 3))
+    advantage, order = arrays["advantage"], arrays["order"]
+    finite = np.abs(advantage[np.isfinite(advantage)])
+    limit = float(finite.max(initial=0.0)) or 1.0
+    for axes, entries, title in (
+        (left, advantage, "stored order"), (right, in_order(advantage, order), "order found"),
+    ):  # fmt: skip
+        image = axes.imshow(entries, cmap="RdBu_r", vmin=-limit, vmax=limit,
+                            interpolation="nearest")
+        axes.set(title=f"S, {title}", xlabel="position", ylabel="position")
+    figure.colorbar(image, ax=[left, right], shrink=0.8,
+                    label="S: > 0 (red), row had better come before column")
+    below.plot(np.arange(len(order)), order, "o", color="tab:blue", markersize=3)
+    below.set(xlabel="position in the order found", ylabel="unit, by stored position",
+              title="order")
+    below.grid(alpha=0.25)
+    text.set_axis_off()
+    text.text(0.0, 1.0, "\n".join(_window_lines(row)), va="top", family="monospace",
+              fontsize="small", transform=text.transAxes, wrap=True)
+    figure.suptitle(f"{name}: influence of {row.num_units} units, window of round {row.round}, "
+                    f"from training step {row.step}")
+    _save(figure, path)
+
+
+def _window_lines(row: WindowRow) -> list[str]:
+    """Say in lines what a window's order costs and how far S can be trusted."""
+    def number(value: float | None, form: str) -> str:
+        return "not measured" if value is None else format(value, form)
+
+    lines = ["cost of orders, 1 = random, less is better"]
+    lines += [f"  {name:<18} {number(cost, '.3f')}" for name, cost in row.cost.items()]
+    lines += ["", f"{'curl':<20} {number(row.curl, '.3f')}",
+              f"{'reliability':<20} {number(row.reliability, '.3f')}", ""]
+    lines += [f"{name:<20} {number(value, '.3g')} s" for name, value in row.seconds.items()]
+    if row.reason is not None:
+        lines += ["", *textwrap.wrap(f"trained in the stored order: {row.reason}", 52)]
+    return lines
 
 
 def _legend(figure: Figure, runs: Sequence[RunCurves]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from megatron_d3 import plots
 from megatron_d3.curves import RunCurves, Windows
 from megatron_d3.errors import ConfigError
+from megatron_d3.plan.windows import WindowRow
 
 pytest.importorskip("matplotlib")
 
@@ -102,3 +103,33 @@ def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron-d3\[plot\]'"):
         plots.plot_losses([run_of("one", 2)], tmp_path / "losses.png")
+
+
+def test_the_graph_is_drawn_in_stored_and_in_found_order(tmp_path: Path, drawn: list[Any]) -> None:
+    advantage = np.array([[0.0, -1.0, 3.0], [1.0, 0.0, -4.0], [-3.0, 4.0, 0.0]])
+    row = WindowRow(round=6, iteration=5, step=7, num_units=3, cost={"found": 0.25, "stored": None},
+                    curl=0.875, seconds={"sketch": 0.5}, reason="bad units: 2")
+    plots.plot_graph("run", row, {"advantage": advantage, "order": np.array([0, 2, 1])},
+                     tmp_path / "graph.png")
+    left, right, below, text = drawn[0].axes[:4]
+    assert left.images[0].get_array().tolist() == advantage.tolist()
+    assert right.images[0].get_array().tolist() == [[0, 3, -1], [-3, 0, 4], [1, -4, 0]]
+    assert left.images[0].get_clim() == right.images[0].get_clim() == (-4, 4)
+    assert below.lines[0].get_ydata().tolist() == [0, 2, 1]
+    assert [line.split() for line in text.texts[0].get_text().splitlines()] == [
+        ["cost", "of", "orders,", "1", "=", "random,", "less", "is", "better"],
+        ["found", "0.250"], ["stored", "not", "measured"], [],
+        ["curl", "0.875"], ["reliability", "not", "measured"], [], ["sketch", "0.5", "s"], [],
+        ["trained", "in", "the", "stored", "order:", "bad", "units:", "2"]]
+    assert drawn[0].get_suptitle() == (
+        "run: influence of 3 units, window of round 6, from training step 7")
+
+
+@pytest.mark.parametrize("advantage", [np.zeros((2, 2)), np.full((2, 2), np.nan)])
+def test_a_graph_without_numbers_is_drawn(
+    tmp_path: Path, drawn: list[Any], advantage: np.ndarray
+) -> None:
+    row = WindowRow(round=0, iteration=0, step=0, num_units=2)
+    plots.plot_graph("run", row, {"advantage": advantage, "order": np.arange(2)},
+                     tmp_path / "graph.png")
+    assert drawn[0].axes[0].images[0].get_clim() == (-1, 1)
