@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_d3.config import DomainConfig, MixConfig, RunConfig, load_config, parse_config
+from megatron_d3.config import (
+    DomainConfig,
+    MixConfig,
+    OrderConfig,
+    RunConfig,
+    load_config,
+    parse_config,
+)
 from megatron_d3.config_reference import render
 from megatron_d3.errors import ConfigError
+from megatron_d3.influence.settings import D3Config
 from megatron_d3.mix import Natural, Schedule, Static, Temperature, UniMax
 
 FULL = """\
@@ -77,6 +85,8 @@ def test_the_shortest_file(write, tmp_path):
         SHORT,
         SHORT + "mix: {type: temperature, temperature: inf}",
         SHORT + "mix: {type: unimax, max_epochs: {web: 4}}",
+        SHORT + "order: {type: d3, gamma: 1e-3, sketch: {dim: 100}}",
+        SHORT + "order: {type: d3, preset: paper, window: 7, overlap: true}",
     ],
 )
 def test_the_resolved_configuration_is_json_and_loads_back(write, text, tmp_path):
@@ -86,6 +96,7 @@ def test_the_resolved_configuration_is_json_and_loads_back(write, text, tmp_path
     assert parse_config(plain, folder=Path("/elsewhere")) == config
     assert list(plain) == [
         "domains", "seed", "valid_fraction", "mix", "round_steps", "read_ahead_steps", "sampling",
+        *(["order"] if config.order else []),
     ]  # fmt: skip
 
 
@@ -242,6 +253,46 @@ def test_overrides_replace_values(write):
 def test_what_cannot_be_used_is_refused(write, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(text))
+
+
+def test_the_order_is_left_out_of_a_plan_that_has_none(write):
+    assert load_config(write(SHORT)).order is None
+    assert load_config(write(SHORT + "order: null")).order is None
+    assert "order" not in load_config(write(SHORT)).to_dict()
+    config = load_config(write(SHORT + "order: {type: d3}"))
+    assert config.order == OrderConfig("d3", D3Config())
+    assert list(config.to_dict())[-1] == "order"
+    assert list(config.to_dict()["order"])[:3] == ["type", "window", "estimator"]
+
+
+def test_settings_of_the_order_may_be_replaced_and_come_from_a_preset(write):
+    path = write(SHORT + "order: {type: d3, preset: paper, probes: 4}")
+    order = load_config(path, ["order.window=30", "order.sketch.dim=100"]).order
+    assert order.params.window == 30 and order.params.probes == 4
+    assert (order.params.solver, order.params.sketch.type) == ("rsr", "gaussian")
+    assert order.params.sketch.dim == 100
+    assert load_config(path, ["order=null"]).order is None
+    assert load_config(write(SHORT), ["order.type=d3"]).order == OrderConfig("d3", D3Config())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("order: d3", r"^d3.order: got 'd3', expected a mapping of settings, or null for the order"),
+        ("order: {window: 60}", r"^d3.order.type: missing, expected d3$"),
+        ("order: {type: D3}", r"^d3.order.type: got 'D3', expected d3$"),
+        ("order: {type: [d3]}", r"^d3.order.type: got \['d3'\], expected d3$"),
+        ("order: {type: d3, windows: 6}", r"^d3.order.windows: unknown key, did you mean window\?$"),
+        ("order: {type: d3, window: 0}", r"^d3.order.window: got 0, expected an integer in \[1, inf"),
+        (
+            "order: {type: d3}\nround_steps: 2",
+            r"^d3.round_steps: got 2, expected 1 with d3.order: each global batch is a unit",
+        ),
+    ],
+)
+def test_an_order_that_cannot_be_used_is_refused(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(SHORT + text))
 
 
 def test_more_domains_than_the_plan_can_number():

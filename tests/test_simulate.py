@@ -14,6 +14,7 @@ from megatron_d3.mix import EpochCap, Static
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.reader import PlanReader
+from megatron_d3.plan.summary import iter_rounds
 from megatron_d3.simulate import report, simulate
 from megatron_d3.types import DomainInfo, StepSignals
 from tests.plan_helpers import Trainer, header, losses_of, make_decider
@@ -41,6 +42,20 @@ def test_playing_a_runs_own_losses_draws_the_same_samples(tmp_path: Path) -> Non
     distinct = [w for w, before in zip(played.weights, [None, *played.weights[:-1]], strict=True)
                 if before is None or (w != before).any()]
     np.testing.assert_allclose(distinct, weights, rtol=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_windows_are_played_in_the_stored_order(tmp_path: Path, overlap: bool) -> None:
+    head = header(total=80)
+    head = replace(head, config={**head.config, "order": {"length": 5, "overlap": overlap}})
+    Calm(tmp_path / "d3", head, read_ahead=8).run()
+    reader = PlanReader(tmp_path / "d3")
+    losses = recorded_losses(reader, head.names).until(20)
+    played = simulate(make_decider(head, (0, 1, 2)), losses, seq_length=8, read_ahead_steps=2)
+    weights = [use.weights for use in iter_rounds(reader)]
+    np.testing.assert_allclose(played.weights, weights, rtol=1e-12)
+    drawn = np.bincount(reader.stored(0, 80)["domain"], minlength=3)
+    assert played.samples.tolist() == drawn.tolist()
 
 
 def decider(*sizes: int, weights=(0.75, 0.25), exhausted=None, total=80) -> Decider:

@@ -21,18 +21,21 @@ from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanKeeper
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.segment import RECORD
+from megatron_d3.plan.windows import WindowRow
 from megatron_d3.planning import decider_factory
 from megatron_d3.types import StepSignals
-from tests.plan_helpers import Trainer, domains, header, make_decider
+from tests.plan_helpers import Trainer, domains, header, make_decider, reverse_order
 
 STATIC = {"type": "static", "weights": {"a": 0.5, "b": 0.3, "c": 0.2}}
 SCHEDULE = {"type": "schedule", "interpolation": "linear", "knots": [
     [0, {"a": 1, "b": 0, "c": 0}], [8, {"a": 0, "b": 0.5, "c": 0.5}]]}
 
 
-def head(mix: dict[str, Any] = STATIC, **changes: Any) -> RunHeader:
-    config = parse_config({"domains": {"a": "x/a", "b": "x/b", "c": "x/c"}, "mix": mix},
-                          folder=Path("/corpora"))
+def head(
+    mix: dict[str, Any] = STATIC, order: dict[str, Any] | None = None, **changes: Any
+) -> RunHeader:
+    config = parse_config({"domains": {"a": "x/a", "b": "x/b", "c": "x/c"}, "mix": mix,
+                           "order": order}, folder=Path("/corpora"))
     made = header(sizes=(20, 10, 5), total=40, config=config.to_dict(), versions={"static": 1})
     return replace(made, **changes)
 
@@ -111,6 +114,30 @@ def test_show_of_a_plan_that_has_not_begun(
     assert call("show", tmp_path) == 0
     assert "no positions of 40 decided | no training step yet" in capsys.readouterr().out
     assert call("audit", tmp_path) == 0
+
+
+def test_show_tells_of_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = head(order={"type": "d3", "window": 4, "overlap": True})
+    Trainer(tmp_path / "d3", wanted, factory=decider_factory(), orderer=reverse_order).run(stop_at=3)
+    assert call("show", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| mix static | order d3, windows of 4, overlapping | global batch 4 |" in lines[1]
+    assert "| step 0 | unit 3 | positions 0-3 | weights a 0.5" in lines[7]
+    keeper = PlanKeeper.open(tmp_path / "d3", wanted, decider_factory(), iteration=3, consumed=12)
+    keeper.note_window(WindowRow(6, 3, 6, 4, cost={"found": 0.5, "stored": 1.25}, curl=0.125,
+                                 reliability=0.75), {})
+    keeper.note_window(WindowRow(8, 3, 8, 4, reason="a unit's loss is not finite"), {})
+    keeper.close()
+    assert call("show", tmp_path) == 0
+    assert ("├── windows measured 2 | mean cost of orders (random 1): found 0.500, stored 1.250 | curl "
+            "0.125 | reliability 0.750 | 1 kept the stored order"
+            ) in capsys.readouterr().out.splitlines()
+    assert call("show", tmp_path, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["windows"]["cost"] == {"found": 0.5, "stored": 1.25}
+    assert shown["rounds"][0]["unit"] == 3
+    assert call("audit", tmp_path) == 0
+    assert re.search(r"^sound: 6 rounds in 3 windows, 24 positions", capsys.readouterr().out)
 
 
 def test_show_positions_decodes_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

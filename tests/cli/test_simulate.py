@@ -54,6 +54,23 @@ def test_json_has_the_trajectory_and_settings_may_be_replaced(
     assert one["weights"][-1]["a"] != found["0.9"]["weights"][-1]["a"]
 
 
+def test_an_order_is_played_as_stored_and_that_is_said(
+    config: str, table: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", config, "--losses", table, *SIZES, *SHAPE, "--set",
+             "order={type: d3, window: 5}"]
+    assert main(words) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.endswith(
+        "; windows of 5 steps, in the stored order (that of d3 needs the model)")
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["order"] == {"window": 5, "simulated": "stored"}
+    weights = [row["a"] for row in found["weights"]]
+    assert all(len(set(weights[at:at + 5])) == 1 for at in range(0, 30, 5))
+    assert len(set(weights)) > 3
+
+
 def test_a_run_brings_its_losses_sizes_and_shape(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

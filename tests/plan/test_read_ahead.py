@@ -11,9 +11,10 @@ from megatron_d3.config import RunConfig, parse_config
 from megatron_d3.errors import ConfigError, ResumeError
 from megatron_d3.plan.audit import audit
 from megatron_d3.plan.batch_schedule import BatchSchedule
+from megatron_d3.plan.draft import WindowRule
 from megatron_d3.plan.header import PlanFile, RunHeader, differences
 from megatron_d3.plan.keeper import PlanKeeper
-from megatron_d3.planning import plan_header
+from megatron_d3.planning import plan_header, window_rule
 from megatron_d3.types import DomainInfo
 from tests.plan_helpers import Trainer, files_of, header, make_decider
 
@@ -130,6 +131,49 @@ def test_offline_mixers_have_none() -> None:
     schedule = BatchSchedule.constant(8)
     assert asked(config(mix={"type": "natural"}), 64, schedule) is None
     assert asked(config(mix={"type": "natural"}, read_ahead_steps=1), 64, schedule) is None
+
+
+def test_an_order_asks_for_a_read_ahead_whatever_the_mixer() -> None:
+    """The weights of the model decide: from when on must not depend on this life's workers."""
+    ordered = config(mix={"type": "natural"}, order={"type": "d3", "window": 5})
+    assert asked(ordered, 9, BatchSchedule.constant(8)) == 2
+    assert asked(ordered, 0, BatchSchedule.constant(8)) == 0
+
+
+@pytest.mark.parametrize(("window", "steps", "expected"), [
+    (10, ((0, 8),), None), (11, ((0, 8),), (88, 10)), (60, ((0, 8),), (480, 10)),
+    (12, ((0, 4), (40, 16)), None), (13, ((0, 4), (40, 16)), (88, 12)), (2, ((0, 100),), (200, 0)),
+])
+def test_a_run_shorter_than_a_window_is_refused(
+    window: int, steps: tuple[tuple[int, int], ...], expected: tuple[int, int] | None
+) -> None:
+    ordered = config(order={"type": "d3", "window": window})  # of a run of 80 samples
+    if expected is None:
+        asked(ordered, 0, BatchSchedule(steps))
+        return
+    message = (rf"d3.order.window: got {window} global batches, which are {expected[0]} samples, but "
+               rf"the run has 80; expected at most {expected[1]}, or a longer run")
+    with pytest.raises(ConfigError, match=message):
+        asked(ordered, 0, BatchSchedule(steps))
+
+
+def test_a_header_names_the_versions_of_the_order() -> None:
+    def versions(**changes: object) -> set[str]:
+        made = plan_header(
+            config(**changes), [Corpus("web"), Corpus("code")],  # type: ignore[list-item]
+            seq_length=32, seed=1, tokenizer="t", total_samples=80,
+            batch_schedule=BatchSchedule.constant(8))
+        return set(made.versions)
+
+    assert versions() == {"static", "apportion", "shuffle"}
+    assert versions(order={"type": "d3", "window": 5}) == {
+        "static", "apportion", "shuffle", "windows", "objectives", "solvers"}
+
+
+def test_the_decider_has_the_windows_of_the_configuration() -> None:
+    assert window_rule(config()) is None
+    assert window_rule(config(order={"type": "d3", "window": 5, "overlap": True})) == WindowRule(
+        5, overlap=True)
 
 
 def test_a_configured_read_ahead_must_cover_the_data_loader() -> None:
