@@ -112,6 +112,7 @@ class PlainSource:
             tensors.append((shard.replica() if is_replica else shard,))
             self._ranges.append((start, stop))
         self.layout = Layout(tuple(tensors), {n: p.numel() for n, p in self.parameters.items()})
+        self.precision = torch.finfo(next(iter(self.parameters.values())).dtype).eps
         self.gradients: list[torch.Tensor] = []
         self.calls: list[tuple[Any, ...]] = []
 

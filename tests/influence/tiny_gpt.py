@@ -85,17 +85,20 @@ class Units:
         return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-def text(domain: int, rng: np.random.Generator, length: int) -> str:
+def text(kind: int, rng: np.random.Generator, length: int) -> str:
     """Return text of one of six kinds: words, sums, code, repetition, reversed words, noise."""
-    pieces: list[str] = []
-    while sum(map(len, pieces)) < length:
-        word = str(rng.choice(WORDS))
-        a, b = (int(n) for n in rng.integers(0, 50, 2))
-        pieces.append([
-            f"{word} ", f"{a}+{b}={a + b};", f"{rng.choice(NAMES)} = {rng.choice(NAMES)}({a});\n",
-            f"{word},{word},{word}.\n", f"{word[::-1]} ",
-            "".join(ALPHABET[i] for i in rng.integers(0, len(ALPHABET), 8)),
-        ][domain % 6])
+    num_pieces = length // 2 + 1  # the shortest piece has two characters
+    words = [WORDS[i] for i in rng.integers(0, len(WORDS), num_pieces)]
+    names = [NAMES[i] for i in rng.integers(0, len(NAMES), num_pieces)]
+    numbers = [int(n) for n in rng.integers(0, 50, num_pieces + 1)]
+    pairs = list(zip(numbers, numbers[1:], strict=False))
+    match kind % 6:
+        case 0: pieces = [f"{word} " for word in words]
+        case 1: pieces = [f"{a}+{b}={a + b};" for a, b in pairs]
+        case 2: pieces = [f"{x} = {x[::-1]}({a});\n" for x, (a, _) in zip(names, pairs, strict=True)]
+        case 3: pieces = [f"{word},{word},{word}.\n" for word in words]
+        case 4: pieces = [f"{word[::-1]} " for word in words]
+        case _: pieces = [ALPHABET[a] for a in rng.integers(0, len(ALPHABET), length)]
     return "".join(pieces)[:length]
 
 

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import numpy as np
 
+_ROUNDING = 1e-12
+"""Share of the largest |Q| below which a difference of two is rounding of float64 sums."""
+
 
 def advantage_of(
     gram: np.ndarray, quadratic: np.ndarray, clip_factors: np.ndarray, gamma: float
 ) -> np.ndarray:
     """Return S.
 
-    The first-order part, gamma (c_i - c_j) g_i.g_j, is exactly 0 for equal factors.
+    The first-order part, gamma (c_i - c_j) g_i.g_j, is exactly 0 for equal factors. Differences of
+    Q that rounding makes are 0 too: units that are alike, or a Q that is symmetric, ask for no
+    order.
 
     Args:
         gram: g_i.g_j, (L, L), symmetric.
@@ -30,7 +35,9 @@ def advantage_of(
     """
     second = clip_factors[:, None] ** 2 * quadratic
     first = (clip_factors[:, None] - clip_factors[None, :]) * gram
-    return gamma * first + gamma**2 / 2 * (second.T - second)
+    advantage = gamma * first + gamma**2 / 2 * (second.T - second)
+    rounding = _ROUNDING * gamma**2 / 2 * np.abs(second).max(initial=0)
+    return np.where(np.abs(advantage) > rounding, advantage, 0)
 
 
 def gram_of(sketches: np.ndarray) -> np.ndarray:

@@ -52,7 +52,7 @@ def estimate(
                 tensor.mul_(root).mul_(root)
         norm = source.dot(gradient, gradient) ** 0.5
         # A direction of zeros goes nowhere, but its unit's tokens are counted all the same.
-        size = measuring.difference_size(norm) if norm > 0 else 1.0
+        size = measuring.length_along(norm) if norm > 0 else 1.0
         for sign in (1, -1):
             with source.displaced(gradient, sign * size):
                 for other in range(num_units):

@@ -34,7 +34,7 @@ from megatron_d3.influence.estimators.diagonal import (
     Squares,
     conclude,
 )
-from megatron_d3.influence.estimators.measuring import Measuring, Piece, cut_halves
+from megatron_d3.influence.estimators.measuring import ALONG_SIGNS, Measuring, Piece, cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, StepModel
 
@@ -85,7 +85,7 @@ def _add_displaced(
     """Add one of the two terms of the central difference, for all own units."""
     source, probes = measuring.source, measuring.settings.probes
     scales = source.tensor_scales()
-    size = sign * measuring.difference
+    size = sign * measuring.difference(ALONG_SIGNS)
 
     def direction() -> Iterable[torch.Tensor]:
         signs = source.rademacher(2 * probe + piece.half)

@@ -26,8 +26,16 @@ if TYPE_CHECKING:
     from megatron_d3.influence.sketch import Sketch
     from megatron_d3.influence.source import Vector
 
-DIFFERENCE = 1e-3
-"""Default size of a finite difference, as a share of the norm of the weights."""
+ALONG_GRADIENTS = 0.01
+"""Size of a finite difference along a gradient, over the cube root of the precision; as a share of
+the norm of the weights. The cube root is where rounding and truncation of a central difference
+meet. Along gradients the loss curves most, so that truncation sets in early: on a 28,000-parameter
+GPT, trained 20 or 200 steps, S is within 0.1-0.2 % of its limit in float32 at 3e-5 (2-8 % at 1e-3),
+and within 5-10 % in bfloat16 at 1e-3 to 3e-3 (25-60 % at 1e-2)."""
+
+ALONG_SIGNS = 0.2
+"""The same for displacements of all weights by random signs. Measured best: 1e-3 in float32 (S within
+0.01 %), 3e-2 in bfloat16 (3-6 %; below 1e-2 nothing but rounding)."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +153,6 @@ class Measuring:
             )
         self.num_units = source.num_units
         self.dim = sketch.dim
-        self.difference = settings.difference or DIFFERENCE
         self.seconds = {"gradients": 0.0, "sketch": 0.0, "reduce": 0.0}
         n = source.num_sequences
         self.num_curved = min(settings.curvature_sequences or n, n)
@@ -210,9 +217,17 @@ class Measuring:
         """Return a direction: P x, which the step takes for the gradient x."""
         return lambda: self.whitened(self.whitened(vector))
 
-    def difference_size(self, norm: float) -> float:
-        """Return the factor that makes a vector of this norm as long as a finite difference."""
-        return self.difference * self.source.weights_norm() / norm
+    def difference(self, factor: float) -> float:
+        """Return the size of a finite difference as a share of the norm of the weights.
+
+        Args:
+            factor: `ALONG_GRADIENTS` or `ALONG_SIGNS`, for where the settings leave it open.
+        """
+        return self.settings.difference or factor * self.source.precision ** (1 / 3)
+
+    def length_along(self, norm: float) -> float:
+        """Return the factor that makes a gradient of this norm as long as a finite difference."""
+        return self.difference(ALONG_GRADIENTS) * self.source.weights_norm() / norm
 
     def clip_factors(self, norms: np.ndarray) -> np.ndarray:
         """Return c_i = min(1, clip / |g_i|) of norms (L,).

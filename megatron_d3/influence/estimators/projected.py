@@ -26,6 +26,7 @@ import numpy as np
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence.estimators.algebra import advantage_of, gram_of, projected_quadratic
 from megatron_d3.influence.estimators.measuring import (
+    ALONG_GRADIENTS,
     Measuring,
     Probed,
     add,
@@ -129,7 +130,7 @@ def _products(
             for tensor, root in zip(direction, measuring.root, strict=True):
                 tensor.mul_(root)
         square = source.dot(direction, direction)
-        size = measuring.difference_size(square**0.5)
+        size = measuring.length_along(square**0.5)
         with source.displaced(direction, size) as applied:
             lengths[number] = size * source.dot(applied, direction) / square
             for unit in source.own_units:
@@ -148,7 +149,7 @@ def _products(
     lengths = lengths / num_groups  # the same on every rank, to the last bit
     if not (lengths > 0).all():
         raise ProbeError(
-            f"d3.order.difference: {measuring.difference:g} of the weights' norm does not move "
+            f"d3.order.difference: {measuring.difference(ALONG_GRADIENTS):g} of the weights' norm does not move "
             "weights of this precision; choose a larger one"
         )
     products = np.where(curved, moved - probed.sketches, 0) / lengths[:, None, None, None]
