@@ -6,6 +6,7 @@ A Megatron that moved one of these must stop the run with a sentence, not train 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 from pathlib import Path
@@ -23,11 +24,19 @@ from megatron_d3.errors import D3Error
 
 SUPPORTED = ">=0.19.2,<0.21"
 
+# Its package has a function of the same name.
+finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+
 # (where it is looked up, name, parameters we pass)
 _USED: tuple[tuple[object, str, tuple[str, ...]], ...] = (
     (training, "train_step",
      ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config",
       "forward_backward_func", "iteration")),
+    (training, "setup_model_and_optimizer", ("model_type",)),
+    (finalize_model_grads, "_allreduce_non_tensor_model_parallel_grads",
+     ("model", "config", "tp_group")),
+    (finalize_model_grads, "_allreduce_word_embedding_grads",
+     ("model", "config", "embd_group", "pp_group")),
     (training, "save_checkpoint", ("iteration",)),
     (gpt_dataset, "_get_ltor_masks_and_position_ids",
      ("data", "eod_token", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",

@@ -12,6 +12,8 @@ import numpy as np
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_d3.plan.windows import WindowRow
+
 # Domains named in one log line; the rest are in TensorBoard and in the ledger.
 _NUM_SHOWN = 12
 
@@ -52,6 +54,27 @@ class DomainMetrics:
         print_rank_last(
             f" d3 round {round_number} | iteration {iteration} | positions {positions[0]:,}-"
             f"{positions[1] - 1:,} | weights " + self._line(weights, "{:.3f}"))
+
+    def ordered(self, row: WindowRow) -> None:
+        """Report a window: costs of orders relative to a random one, reliability, curl, seconds."""
+        values = {f"cost_{name}": cost for name, cost in row.cost.items()}
+        values |= {"curl": row.curl, "reliability": row.reliability}
+        values |= {f"{name}_seconds": seconds for name, seconds in row.seconds.items()}
+        step_seconds = row.details.get("step_seconds")
+        if step_seconds:
+            share = (row.seconds["total"] or 0.0) / (row.num_units * step_seconds)
+            values["share_of_steps"] = share
+        points = {f"d3/window/{name}": float(value) for name, value in values.items()
+                  if value is not None and np.isfinite(value)}
+        self._put(row.iteration, points)
+        shown = " ".join(f"{name} {cost:.3f}" for name, cost in row.cost.items() if cost is not None)
+        print_rank_last(
+            f" d3 window at round {row.round} | iteration {row.iteration} | {row.num_units} units"
+            + (f" | cost relative to random: {shown}" if shown else "")
+            + (f" | reliability {row.reliability:.3f}" if row.reliability is not None else "")
+            + (f" | curl {row.curl:.3f}" if row.curl is not None else "")
+            + f" | {row.seconds['total']:.1f} s"
+            + (f" | stored order kept: {row.reason}" if row.reason else ""))
 
     def trained(
         self, iteration: int, *, loss_sums: np.ndarray, num_tokens: np.ndarray,
@@ -100,11 +123,14 @@ class DomainMetrics:
     def _write(self, iteration: int, thing: str, values: np.ndarray) -> None:
         points = {f"d3/{thing}/{name}": float(value)
                   for name, value in zip(self._names, values, strict=True) if np.isfinite(value)}
+        self._put(iteration, points)
+
+    def _put(self, iteration: int, points: Mapping[str, float]) -> None:
         if writer := get_tensorboard_writer():
             for name, value in points.items():
                 writer.add_scalar(name, value, iteration)
         if (wandb := get_wandb_writer()) and points:
-            wandb.log(points, iteration)
+            wandb.log(dict(points), iteration)
 
 
 def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -36,7 +36,9 @@ from megatron_d3.mcore.position_ring import PositionRing
 from megatron_d3.mcore.proxy import LocalBatch, ProxyStep
 from megatron_d3.mcore.stock_data import is_built_on_this_rank
 from megatron_d3.mcore.tally import DomainTally
+from megatron_d3.mcore.window import StepClock, WindowOrderer
 from megatron_d3.plan.ahead import Target, targets_ahead
+from megatron_d3.plan.draft import Draft, stored_order
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanFollower, PlanKeeper
 from megatron_d3.plan.lease import Lease
@@ -58,11 +60,13 @@ class PlannedRun:
         make_decider: builds the decider of a header.
         maker: makes the fields of a sample.
         proxy: DoReMi's loss, where this is a proxy run.
+        orderer: finds the order of windows, where the run has any.
     """
 
     def __init__(
         self, args: RunArgs, domains: Sequence[Domain], *, header: RunHeader,
         make_decider: DeciderFactory, maker: SampleMaker, proxy: ProxyStep | None = None,
+        orderer: WindowOrderer | None = None,
     ) -> None:
         self._args = args
         self._domains = domains
@@ -70,6 +74,7 @@ class PlannedRun:
         self._make_decider = make_decider
         self._maker = maker
         self.proxy = proxy
+        self.orderer = orderer
         self.tally = DomainTally(len(domains), has_reference=proxy is not None)
         self._metrics = DomainMetrics(
             [domain.name for domain in domains], log_interval=args.log_interval,
@@ -81,6 +86,7 @@ class PlannedRun:
         self._read_ahead_steps: int | None = None  # known once the plan is open
         self._synced_at = 0.0
         self._has_stepped = False
+        self._clock = StepClock()
 
     # --- data -----------------------------------------------------------------------------------
 
@@ -218,6 +224,7 @@ class PlannedRun:
         self.tally.start_step(get_num_microbatches())
         if self.proxy is not None:
             self._start_proxy_step(self.proxy, consumed)
+        self._clock.start()
         return True
 
     def _start_proxy_step(self, proxy: ProxyStep, consumed: int) -> None:
@@ -254,7 +261,7 @@ class PlannedRun:
             until += self._args.read_ahead
         # NOTE: where losses decide, `until` follows from the plan alone, not from this life's
         # workers and ranks: the same step sees the same losses in every life.
-        for segment in self.plan.advance(until):
+        for segment in self.plan.advance(until, self._order):
             self._append(segment.start, segment.records)
             self._upcoming.append(segment)
             if self.plan.decider.mixer.is_online:
@@ -262,8 +269,21 @@ class PlannedRun:
                     segment.round, iteration, positions=(segment.start, segment.stop),
                     weights=segment.weights)
 
+    def _order(self, draft: Draft) -> np.ndarray:
+        """Find the order of a window, on every rank, and keep a record of it."""
+        assert self.orderer is not None, "the run has windows"
+        self.orderer.step_seconds = self._clock.mean()
+        finding = self.orderer.find(draft, self.plan.decider.table_ids)
+        if finding is None:
+            return stored_order(draft)
+        if isinstance(self._plan, PlanKeeper):
+            self._plan.note_window(finding.row, finding.arrays)
+        self._metrics.ordered(finding.row)
+        return finding.order
+
     def after_step(self, iteration: int, *, is_skipped: bool) -> None:
         """Reduce what the step measured, check that all ranks agree, write the ledger."""
+        self._clock.stop()
         consumed = get_args().consumed_train_samples
         size = self._batch_size(consumed)
         loss_sums, num_tokens, excess_sums, position_sum = self._reduce()

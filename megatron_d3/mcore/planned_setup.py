@@ -17,6 +17,7 @@ from megatron_d3.mcore.datasets import SampleMaker, pad_id
 from megatron_d3.mcore.dry_run import preview
 from megatron_d3.mcore.planned_run import PlannedRun
 from megatron_d3.mcore.proxy_setup import proxy_step
+from megatron_d3.mcore.window_setup import window_orderer
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.planning import decider_factory, open_domains, plan_header, rehearse_mix
@@ -48,8 +49,12 @@ class PlannedSetup:
             num_prefetched=self.args.read_ahead)
         self.note = rehearse_mix(self.config, self.header, mixers=mixers)
         self.make_decider = decider_factory(mixers)
-        self.maker = sample_maker(self.args, build_tokenizer(args))
+        tokenizer = build_tokenizer(args)
+        self.maker = sample_maker(self.args, tokenizer)
         self.proxy = proxy_step(self.config, self.header, args)
+        self.orderer = window_orderer(
+            self.config, self.domains, self.maker, args, header=self.header,
+            vocab_size=int(tokenizer.vocab_size))
 
     def preview(self) -> str:
         """The text of `--d3-dry-run`."""
@@ -60,7 +65,7 @@ class PlannedSetup:
         """The run, once Megatron's processes may talk to each other."""
         return PlannedRun(
             self.args, self.domains, header=self.header, make_decider=self.make_decider,
-            maker=self.maker, proxy=self.proxy)
+            maker=self.maker, proxy=self.proxy, orderer=self.orderer)
 
 
 def batch_schedule(args: argparse.Namespace) -> BatchSchedule:

@@ -105,6 +105,8 @@ def _main(started_at: float, task: Task | None) -> None:
     else:
         run = setup.planned_run()
         step_hook.install(run)
+        if run.orderer is not None and not args.skip_train:
+            step_hook.install_model_hook(run.orderer.attach)
         provide, forward_step = run.provide, ForwardStep(run.tally, run.proxy)
         after_evaluation = run.after_evaluation
     if args.exit_signal_handler:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megatron_d3.influence.source import Direction, Vector
     from megatron_d3.mcore.probe import Probe
 
+# Machine epsilon of the matrix products that CUDA may use for float32.
+_TF32_EPS = 2.0**-10
 # The lower bits of a float32 that bfloat16 has not.
 _BF16_TAIL = 0xFFFF
 
@@ -57,6 +59,13 @@ class MegatronSource:
         traceback: TracebackType | None,
     ) -> None:
         assert not self._is_displaced, "weights are restored where they were displaced"
+
+    @property
+    def precision(self) -> float:
+        """See `GradientSource`."""
+        coarsest = max(torch.finfo(p.dtype).eps for p in self._probe.parameters)
+        is_tf32 = torch.version.cuda is not None and torch.backends.cuda.matmul.allow_tf32
+        return max(coarsest, _TF32_EPS) if is_tf32 else coarsest
 
     @property
     def gradients(self) -> list[torch.Tensor]:

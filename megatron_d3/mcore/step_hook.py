@@ -2,12 +2,14 @@
 
 Megatron 0.19 offers none, so :func:`install` wraps `megatron.training.training.train_step`, which
 `train()` looks up as a module global at each call, and in the same way `save_checkpoint`. Both are
-checked at the start (`mcore/compat.py`). Nothing else of Megatron's loop is replaced.
+checked at the start (`mcore/compat.py`). Where D3 orders windows, `setup_model_and_optimizer` is
+wrapped too, to see the model that trains. Nothing else of Megatron's loop is replaced.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatron.training import training
@@ -54,3 +56,20 @@ def install(hook: StepHook) -> None:
         return result
 
     training.train_step, training.save_checkpoint = train_step, save_checkpoint
+
+
+def install_model_hook(attach: Callable[[list[Any], Any], None]) -> None:
+    """Call `attach(model chunks, optimizer)` once Megatron has built and loaded them.
+
+    `pretrain()` looks `setup_model_and_optimizer` up as a module global and asks for the datasets
+    after it.
+    """
+    stock_setup = training.setup_model_and_optimizer
+
+    @functools.wraps(stock_setup)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        result = stock_setup(*args, **kwargs)
+        attach(result[0], result[1])
+        return result
+
+    training.setup_model_and_optimizer = setup_model_and_optimizer

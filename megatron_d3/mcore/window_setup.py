@@ -1,0 +1,69 @@
+"""From `order: {type: d3, ...}` and Megatron's flags to a window orderer, or to a refusal."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_d3.config import RunConfig
+from megatron_d3.corpus.domain import Domain
+from megatron_d3.errors import ConfigError
+from megatron_d3.mcore.datasets import SampleMaker
+from megatron_d3.mcore.probe import ProbeSettings
+from megatron_d3.mcore.window import WindowOrderer
+from megatron_d3.plan.header import RunHeader
+
+# (attribute, value that is fine, flag, why a probe cannot work with it)
+_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    ("fp8", None, "--fp8-format", "a probe would move the scaling factors that training uses"),
+    ("fp4", None, "--fp4-format", "a probe would move the scaling factors that training uses"),
+    ("fp16", False, "--fp16", "float16 weights cannot be displaced by small amounts; use --bf16"),
+    ("cuda_graph_impl", "none", "--cuda-graph-impl", "a captured step cannot be probed"),
+    ("use_megatron_fsdp", False, "--use-megatron-fsdp", "gradients are not whole on any rank"),
+    ("use_torch_fsdp2", False, "--use-torch-fsdp2", "gradients are not whole on any rank"),
+    ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm",
+     "it replaces the forward step"),
+    ("delay_wgrad_compute", False, "--delay-wgrad-compute", "gradients come after the backward pass"),
+)
+
+
+def window_orderer(
+    config: RunConfig, domains: Sequence[Domain], maker: SampleMaker, args: argparse.Namespace, *,
+    header: RunHeader, vocab_size: int,
+) -> WindowOrderer | None:
+    """Return the orderer that the configuration asks for; None where samples keep their order.
+
+    Args:
+        config: of the run.
+        domains: opened, in domain order.
+        maker: makes the fields of a sample.
+        args: Megatron's validated arguments.
+        header: what the plan is made from.
+        vocab_size: ids of the tokenizer; the embedding may have more rows.
+
+    Raises:
+        ConfigError: a flag with which a probe cannot work, or more probe sequences than a unit has.
+    """
+    if config.order is None:
+        return None
+    d3 = config.order.params
+    for attribute, fine, flag, why in _REFUSED:
+        value = getattr(args, attribute, fine)  # some flags exist in some Megatron versions only
+        if value != fine and value:
+            raise ConfigError(f"{flag}: not possible with d3.order: {why}")
+    if args.expert_model_parallel_size > 1:
+        raise ConfigError(
+            "--expert-model-parallel-size: not possible with d3.order: a unit's tokens would need "
+            "all experts while other ranks probe other units; use 1")
+    smallest = min(size for _, size in header.batch_schedule.steps)
+    if d3.probe_sequences > smallest:
+        raise ConfigError(
+            f"d3.order.probe_sequences: got {d3.probe_sequences}, more than the {smallest} sequences "
+            "of a unit (--global-batch-size)")
+    has_dropout = args.attention_dropout > 0 or args.hidden_dropout > 0
+    return WindowOrderer(
+        d3, domains, maker=maker, seed=header.seed, settings=ProbeSettings(
+            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+            vocab_size=vocab_size,
+            has_dropout=has_dropout or args.num_experts is not None))
