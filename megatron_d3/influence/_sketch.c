@@ -98,23 +98,50 @@ INLINE void normals(uint64_t row, uint64_t key, float *restrict cosine, float *r
     }
 }
 
+INLINE float widen(uint16_t x) /* a bfloat16 is the upper half of a float */
+{
+    uint32_t word = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &word, sizeof wide);
+    return wide;
+}
+
 #define REAL float
 #define WORD uint32_t
 #define SIGN 31
+#define FLIP flip_float
+#define VALUE float
+#define LOAD(x) (x)
 #define KERNEL(name) name##_float
+#include "_sketch_kernels.h"
+#undef VALUE
+#undef LOAD
+#undef KERNEL
+#define VALUE uint16_t
+#define LOAD(x) widen(x)
+#define KERNEL(name) name##_bfloat16
 #include "_sketch_kernels.h"
 #undef REAL
 #undef WORD
 #undef SIGN
+#undef FLIP
+#undef VALUE
+#undef LOAD
 #undef KERNEL
 #define REAL double
 #define WORD uint64_t
 #define SIGN 63
+#define FLIP flip_double
+#define VALUE double
+#define LOAD(x) (x)
 #define KERNEL(name) name##_double
 #include "_sketch_kernels.h"
 
-typedef void (*FloatLoop)(const float *, const Shard *, const Map *, float *, double *);
-typedef void (*DoubleLoop)(const double *, const Shard *, const Map *, double *, double *);
+typedef struct { /* one kind, by the bytes of a value: 2 for bfloat16 */
+    void (*of_2)(const uint16_t *, const Shard *, const Map *, float *, double *);
+    void (*of_4)(const float *, const Shard *, const Map *, float *, double *);
+    void (*of_8)(const double *, const Shard *, const Map *, double *, double *);
+} Loops;
 
 /* Tell whether all runs lie in the local tensor; no product that could overflow. */
 static int fits(const Shard *s, Py_ssize_t num_values)
@@ -128,7 +155,7 @@ static int fits(const Shard *s, Py_ssize_t num_values)
     return s->num_runs == 1 || (s->local_stride > 0 && s->num_runs - 1 <= rest / s->local_stride);
 }
 
-static PyObject *apply(PyObject *args, FloatLoop float_loop, DoubleLoop double_loop)
+static PyObject *apply(PyObject *args, const Loops *loops)
 {
     Py_buffer values, out;
     Shard shard;
@@ -139,15 +166,17 @@ static PyObject *apply(PyObject *args, FloatLoop float_loop, DoubleLoop double_l
                           &shard.local_start, &shard.local_stride, &keys[0], &keys[1], &out))
         return NULL;
     Map map = {out.len / (Py_ssize_t)sizeof(double), {keys[0], keys[1]}};
-    int is_valid = (item_bytes == 4 || item_bytes == 8) && map.dim >= 1 && map.dim < INT32_MAX &&
-                   fits(&shard, values.len / item_bytes);
-    void *sum = is_valid ? PyMem_Calloc((size_t)map.dim + 1, (size_t)item_bytes) : NULL;
+    int is_valid = (item_bytes == 2 || item_bytes == 4 || item_bytes == 8) && map.dim >= 1 &&
+                   map.dim < INT32_MAX && fits(&shard, values.len / item_bytes);
+    void *sum = is_valid ? PyMem_Calloc((size_t)map.dim + 1, item_bytes == 8 ? 8 : 4) : NULL;
     if (sum != NULL) {
         Py_BEGIN_ALLOW_THREADS
-        if (item_bytes == 4)
-            float_loop(values.buf, &shard, &map, sum, out.buf);
+        if (item_bytes == 2)
+            loops->of_2(values.buf, &shard, &map, sum, out.buf);
+        else if (item_bytes == 4)
+            loops->of_4(values.buf, &shard, &map, sum, out.buf);
         else
-            double_loop(values.buf, &shard, &map, sum, out.buf);
+            loops->of_8(values.buf, &shard, &map, sum, out.buf);
         Py_END_ALLOW_THREADS
         PyMem_Free(sum);
     }
@@ -164,20 +193,23 @@ static PyObject *apply(PyObject *args, FloatLoop float_loop, DoubleLoop double_l
 
 static PyObject *rotation(PyObject *self, PyObject *args)
 {
+    static const Loops loops = {rotation_bfloat16, rotation_float, rotation_double};
     (void)self;
-    return apply(args, rotation_float, rotation_double);
+    return apply(args, &loops);
 }
 
 static PyObject *count(PyObject *self, PyObject *args)
 {
+    static const Loops loops = {count_bfloat16, count_float, count_double};
     (void)self;
-    return apply(args, count_float, count_double);
+    return apply(args, &loops);
 }
 
 static PyObject *gaussian(PyObject *self, PyObject *args)
 {
+    static const Loops loops = {gaussian_bfloat16, gaussian_float, gaussian_double};
     (void)self;
-    return apply(args, gaussian_float, gaussian_double);
+    return apply(args, &loops);
 }
 
 #define ARGUMENTS "(values, bytes of an item, (global_start, num_runs, run_length, global_stride, " \

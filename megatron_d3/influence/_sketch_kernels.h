@@ -1,13 +1,15 @@
 /* The loops of _sketch.c for one type of number. Included once for each, with
  *
- *   REAL  float or double      WORD  the unsigned integer of its size      SIGN  its sign bit
- *   KERNEL(name)  the name of a function for this type
+ *   VALUE  what a tensor holds      LOAD(x)  that as a REAL
+ *   REAL   float or double          WORD  the unsigned integer of its size      SIGN  its sign bit
+ *   FLIP(x, bits)  x with its sign flipped where the sign bit of `bits` is set
+ *   KERNEL(name)   the name of a function for this type
  *
  * Sums within a tile of FLUSH * dim elements are kept in REAL, the sums of tiles in double.
  */
 
 /* sum[j] += x[j], or -x[j] where the bit of global offset p + j is set. */
-INLINE void KERNEL(add_signed)(REAL *restrict sum, const REAL *restrict x, int64_t count,
+INLINE void KERNEL(add_signed)(REAL *restrict sum, const VALUE *restrict x, int64_t count,
                                uint64_t p, uint64_t key)
 {
     uint64_t number = p >> 6, shift = p & 63, word = hash64(number, key);
@@ -17,14 +19,14 @@ INLINE void KERNEL(add_signed)(REAL *restrict sum, const REAL *restrict x, int64
         uint64_t bits = (word >> shift) | ((next << 1) << (63 - shift));
         word = next;
         REAL *restrict to = sum + start;
-        const REAL *restrict from = x + start;
+        const VALUE *restrict from = x + start;
         if (count - start >= 64)
             for (int half = 0; half < 2; half++, bits >>= 32, to += 32, from += 32)
                 for (int j = 0; j < 32; j++)
-                    to[j] += KERNEL(flip)(from[j], (WORD)(uint32_t)bits << (SIGN - j));
+                    to[j] += FLIP(LOAD(from[j]), (WORD)(uint32_t)bits << (SIGN - j));
         else
             for (int j = 0; j < (int)(count - start); j++)
-                to[j] += KERNEL(flip)(from[j], (WORD)(bits >> j) << SIGN);
+                to[j] += FLIP(LOAD(from[j]), (WORD)(bits >> j) << SIGN);
     }
 }
 
@@ -36,12 +38,12 @@ static void KERNEL(flush)(REAL *restrict sum, double *restrict out, int64_t dim)
     }
 }
 
-CLONES static void KERNEL(rotation)(const REAL *x, const Shard *shard, const Map *map, REAL *sum,
+CLONES static void KERNEL(rotation)(const VALUE *x, const Shard *shard, const Map *map, REAL *sum,
                                     double *out)
 {
     int64_t dim = map->dim, fresh = 0;
     for (int64_t run = 0; run < shard->num_runs; run++) {
-        const REAL *from = x + shard->local_start + run * shard->local_stride;
+        const VALUE *from = x + shard->local_start + run * shard->local_stride;
         int64_t p = shard->global_start + run * shard->global_stride;
         int64_t stop = p + shard->run_length, block = p / dim, index = p - block * dim;
         while (p < stop) {
@@ -67,13 +69,13 @@ CLONES static void KERNEL(rotation)(const REAL *x, const Shard *shard, const Map
     KERNEL(flush)(sum, out, dim);
 }
 
-CLONES static void KERNEL(count)(const REAL *x, const Shard *shard, const Map *map, REAL *sum,
+CLONES static void KERNEL(count)(const VALUE *x, const Shard *shard, const Map *map, REAL *sum,
                                  double *out)
 {
     int64_t dim = map->dim;
     (void)sum;
     for (int64_t run = 0; run < shard->num_runs; run++) {
-        const REAL *from = x + shard->local_start + run * shard->local_stride;
+        const VALUE *from = x + shard->local_start + run * shard->local_stride;
         int64_t p = shard->global_start + run * shard->global_stride;
         for (int64_t start = 0; start < shard->run_length; start += 64) {
             uint64_t words[64];
@@ -82,21 +84,22 @@ CLONES static void KERNEL(count)(const REAL *x, const Shard *shard, const Map *m
                 words[j] = hash64((uint64_t)(p + start + j), map->keys[0]);
             for (int j = 0; j < (rest < 64 ? (int)rest : 64); j++)
                 out[hash_below(words[j], dim)] +=
-                    (double)KERNEL(flip)(from[start + j], (WORD)(words[j] & 1) << SIGN);
+                    (double)FLIP(LOAD(from[start + j]), (WORD)(words[j] & 1) << SIGN);
         }
     }
 }
 
 /* sum (2 * half) holds the rows of the cosines, then those of the sines. */
-CLONES static void KERNEL(gaussian)(const REAL *x, const Shard *shard, const Map *map, REAL *sum,
+CLONES static void KERNEL(gaussian)(const VALUE *x, const Shard *shard, const Map *map, REAL *sum,
                                     double *out)
 {
     int64_t half = (map->dim + 1) / 2, fresh = 0;
     for (int64_t run = 0; run < shard->num_runs; run++) {
-        const REAL *from = x + shard->local_start + run * shard->local_stride;
+        const VALUE *from = x + shard->local_start + run * shard->local_stride;
         int64_t p = shard->global_start + run * shard->global_stride;
         for (int64_t i = 0; i < shard->run_length; i++) {
-            if (from[i] == 0) /* as padding and unused embeddings have it */
+            REAL value = LOAD(from[i]);
+            if (value == 0) /* as padding and unused embeddings have it */
                 continue;
             uint64_t key = hash64((uint64_t)(p + i), map->keys[0]);
             for (int64_t row = 0; row < half; row += 64) {
@@ -104,9 +107,9 @@ CLONES static void KERNEL(gaussian)(const REAL *x, const Shard *shard, const Map
                 normals((uint64_t)row, key, cosine, sine);
                 int rest = half - row < 64 ? (int)(half - row) : 64;
                 for (int j = 0; j < rest; j++)
-                    sum[row + j] += from[i] * (REAL)cosine[j];
+                    sum[row + j] += value * (REAL)cosine[j];
                 for (int j = 0; j < rest; j++)
-                    sum[half + row + j] += from[i] * (REAL)sine[j];
+                    sum[half + row + j] += value * (REAL)sine[j];
             }
             if (++fresh == FLUSH) {
                 KERNEL(flush)(sum, out, map->dim);

@@ -144,9 +144,11 @@ class HashedSketch:
 def _run_compiled(
     kind: str, values: torch.Tensor, shard: Shard, dim: int, keys: Keys
 ) -> torch.Tensor:
-    """Do what `KERNELS[kind]` does, in C and without the GIL; half precision is widened first."""
-    array = values.numpy() if values.dtype in (torch.float32, torch.float64) else (
-        values.to(torch.float32).numpy())
+    """Do what `KERNELS[kind]` does, in C and without the GIL."""
+    if values.dtype == torch.bfloat16:
+        array = values.view(torch.int16).numpy()  # NumPy has no bfloat16; C knows it by its size
+    else:
+        array = (values.to(torch.float32) if values.dtype == torch.float16 else values).numpy()
     runs = (shard.global_start, shard.num_runs, shard.run_length, shard.global_stride,
             shard.local_start, shard.local_stride)
     out = np.zeros(dim)
