@@ -19,15 +19,8 @@ import numpy as np
 import torch
 
 from megatron_d3.influence.estimators.algebra import advantage_of, gram_of
-from megatron_d3.influence.estimators.measuring import (
-    Measuring,
-    Piece,
-    Probed,
-    add,
-    is_usable,
-    scale,
-    weighted_mean,
-)
+from megatron_d3.influence.estimators.measuring import Measuring, add, is_usable, scale
+from megatron_d3.influence.estimators.pieces import Piece, Probed, weighted_mean
 from megatron_d3.influence.layout import Layout, Shard
 from megatron_d3.influence.source import Influence, Loss
 

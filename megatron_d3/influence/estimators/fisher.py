@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_d3.influence.estimators.diagonal import DiagonalTable, Squares, conclude
-from megatron_d3.influence.estimators.measuring import Measuring, cut_halves
+from megatron_d3.influence.estimators.measuring import Measuring
+from megatron_d3.influence.estimators.pieces import cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, Loss, StepModel
 

@@ -24,7 +24,8 @@ from megatron_d3.influence.estimators.diagonal import (
     Squares,
     conclude,
 )
-from megatron_d3.influence.estimators.measuring import Measuring, cut_halves
+from megatron_d3.influence.estimators.measuring import Measuring
+from megatron_d3.influence.estimators.pieces import cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, StepModel
 

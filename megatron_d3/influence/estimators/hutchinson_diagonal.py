@@ -34,7 +34,8 @@ from megatron_d3.influence.estimators.diagonal import (
     Squares,
     conclude,
 )
-from megatron_d3.influence.estimators.measuring import ALONG_SIGNS, Measuring, Piece, cut_halves
+from megatron_d3.influence.estimators.measuring import ALONG_SIGNS, Measuring
+from megatron_d3.influence.estimators.pieces import Piece, cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, StepModel
 

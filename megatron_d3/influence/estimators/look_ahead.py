@@ -25,12 +25,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_d3.influence.estimators.algebra import advantage_of, gram_of
-from megatron_d3.influence.estimators.measuring import (
-    Measuring,
-    Piece,
-    cut_halves,
-    is_usable,
-)
+from megatron_d3.influence.estimators.measuring import Measuring, is_usable
+from megatron_d3.influence.estimators.pieces import Piece, cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, Loss, StepModel
 

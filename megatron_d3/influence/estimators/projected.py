@@ -28,12 +28,11 @@ from megatron_d3.influence.estimators.algebra import advantage_of, gram_of, proj
 from megatron_d3.influence.estimators.measuring import (
     ALONG_GRADIENTS,
     Measuring,
-    Probed,
     add,
-    cut_halves,
     is_usable,
     scale,
 )
+from megatron_d3.influence.estimators.pieces import Probed, cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, StepModel
 
