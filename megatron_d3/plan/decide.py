@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol
+from typing import Literal
 from zlib import crc32
 
 import numpy as np
@@ -22,6 +22,7 @@ from megatron_d3.errors import PlanError
 from megatron_d3.plan.apportion import apportion, multinomial
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.draft import Draft, Orderer, WindowRule, checked, commit, make_draft
+from megatron_d3.plan.protocols import Cap, Mixer
 from megatron_d3.plan.segment import RECORD, Segment, chain_hash
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.types import DomainInfo, MixContext, StepSignals
@@ -30,33 +31,6 @@ from megatron_d3.types import DomainInfo, MixContext, StepSignals
 _SUM_TOLERANCE = 1e-6
 # Positions numbered at a time: what fits a core's cache (146 against 57 million positions/s, K = 8).
 _CHUNK = 1 << 15
-
-
-class Mixer(Protocol):
-    """What the decider asks of a mixer (see `megatron_d3.mix`)."""
-
-    VERSION: ClassVar[int]
-    is_online: ClassVar[bool]
-
-    def init(self) -> dict[str, np.ndarray]: ...
-    def update(
-        self, state: dict[str, np.ndarray], signals: StepSignals
-    ) -> dict[str, np.ndarray]: ...
-    def weights(self, state: dict[str, np.ndarray], context: MixContext) -> np.ndarray: ...
-
-
-class Cap(Protocol):
-    """What the decider asks of a limit on repetition (see `megatron_d3.mix.caps.EpochCap`).
-
-    Attributes:
-        exhausted: what happens to a domain that has given all it may.
-        budgets: (K,) int64, samples that each domain may give in the whole run.
-    """
-
-    exhausted: Literal["redistribute", "repeat", "stop"]
-    budgets: np.ndarray
-
-    def cap(self, weights: np.ndarray, context: MixContext) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron_d3.errors import ResumeError
 from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.draft import num_passed_over
 from megatron_d3.plan.files import is_there
+from megatron_d3.plan.generations import enter, is_replayable, next_generation
 from megatron_d3.plan.header import Difference, Generation, PlanFile, RunHeader, differences
 from megatron_d3.plan.reach import (
     Checkpoint,
@@ -28,12 +29,7 @@ from megatron_d3.plan.reach import (
     recount,
 )
 from megatron_d3.plan.reader import EVALS, LEDGER, POSITIONS, ROUNDS, PlanReader
-from megatron_d3.plan.replay import (
-    DeciderFactory,
-    enter,
-    is_replayable,
-    next_generation,
-)
+from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.plan.rows import LossRow, last_line, parsed
 from megatron_d3.plan.state import DeciderState
 from megatron_d3.plan.store import Cut, PlanStore, num_bytes
