@@ -3,8 +3,7 @@
 An order's cost changes by sums of entries of S. The entries are rounded to whole numbers of at most
 2**(61 - 2 log2 L), 52 bits or less (49 for L = 60): then every sum is exact, equal costs are equal,
 no search goes round in a circle of rounding errors, and the optional C version (`_solver.c`) cannot
-differ from the one here. The rounding moves the cost of an order by less than L**2 2**-50 of the
-largest entry.
+differ from the one here. For L = 60 the rounding moves an entry by less than 2**-49 of the largest.
 
 NOTE: nothing here draws random numbers; what is random comes in as an argument.
 """
@@ -135,28 +134,30 @@ def _search_python(
 
 def _descend(weights: np.ndarray, order: np.ndarray) -> int:
     """Move units to their best places until none has a better one; return the cost's change."""
-    count, total, unit, num_idle = len(order), 0, 0, 0
-    costs = np.empty(count, np.int64)
-    while num_idle < count:
-        p = int(np.flatnonzero(order == unit)[0])
-        row = weights[unit, order]  # (L,) this unit against that at each position
+    count, total, unit = len(order), 0, 0
+    if not count:
+        return 0
+    places = np.arange(count)
+    is_earlier = places < places[:, None]
+    sums = np.zeros((count, count + 1), np.int64)
+    while True:
+        np.cumsum(weights[order[:, None], order], axis=1, out=sums[:, 1:])
+        costs = np.where(is_earlier, sums[:, :-1], sums[:, 1:])  # (L, L) of p to q, up to p's own
+        changes = costs.min(axis=1) - sums[places, places]
+        better = np.flatnonzero(changes < 0)
+        if not len(better):
+            return total
+        # The next of them, counting units from `unit` on.
+        p = int(better[np.argmin((order[better] - unit) % count)])
         # Later places first, near ones before far ones: the first of equals is taken.
-        np.cumsum(row[p + 1 :], out=costs[p + 1 :])
-        np.cumsum(-row[:p][::-1], out=costs[:p][::-1])
-        costs[p] = 0
-        later = p + int(np.argmin(costs[p:]))
-        earlier = p - int(np.argmin(costs[p::-1]))
-        q = later if costs[later] <= costs[earlier] else earlier
-        if costs[q] < 0:
-            total += int(costs[q])
-            num_idle = 0
-            order[min(p, q) : max(p, q) + 1] = (
-                np.append(order[p + 1 : q + 1], unit) if p < q else np.append(unit, order[q:p])
-            )
-        else:
-            num_idle += 1
-        unit = (unit + 1) % count
-    return total
+        later, earlier = p + int(np.argmin(costs[p, p:])), p - int(np.argmin(costs[p, p::-1]))
+        q = later if costs[p, later] <= costs[p, earlier] else earlier
+        total += int(changes[p])
+        moved = int(order[p])
+        order[min(p, q) : max(p, q) + 1] = (
+            np.append(order[p + 1 : q + 1], moved) if p < q else np.append(moved, order[q:p])
+        )
+        unit = (moved + 1) % count
 
 
 def _swap_cost(weights: np.ndarray, order: np.ndarray, p: int, q: int) -> int:
