@@ -5,18 +5,22 @@ survive a fork.
 
     import_megatron()
     pid = start(flags_of_pretrain, log=Path("run.log"))
-    os.waitpid(pid, 0)
+    wait([pid])
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+PRETRAIN = "megatron_d3.mcore.pretrain:main"
+STORE_LOSSES = "megatron_d3.mcore.store_losses:main"
 
 
 def import_megatron() -> None:
@@ -37,18 +41,47 @@ def import_megatron() -> None:
     filesystem_async.get_write_results_queue.__defaults__ = ("fork",)
 
 
-def start(arguments: Sequence[str], *, log: Path) -> int:
-    """Start `megatron_d3.pretrain ARGUMENTS` with its output in a file; return the process id."""
+def start(
+    arguments: Sequence[str], *, log: Path, entry: str = PRETRAIN,
+    setup: Callable[[], None] = lambda: None,
+) -> int:
+    """Start a run with its output in a file; return its process id.
+
+    Args:
+        arguments: its flags.
+        log: appended to.
+        entry: `module:function` to call.
+        setup: called before it, in the run's process.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     pid = os.fork()
     if pid == 0:
-        _child(arguments, log, port)
+        _child(arguments, log, port, lambda: _call(entry, setup))
     return pid
 
 
-def _child(arguments: Sequence[str], log: Path, port: int) -> None:
+def wait(pids: Sequence[int], *, log: Path) -> None:
+    """Wait for runs; when one fails, end the others and leave with the end of the log."""
+    left = set(pids)
+    while left:
+        pid, status = os.wait()
+        left.discard(pid)
+        if status:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+                os.waitpid(other, 0)
+            raise SystemExit(log.read_text(errors="replace")[-3000:])
+
+
+def _call(entry: str, setup: Callable[[], None]) -> None:
+    setup()
+    module, function = entry.split(":")
+    getattr(importlib.import_module(module), function)()
+
+
+def _child(arguments: Sequence[str], log: Path, port: int, main: Callable[[], None]) -> None:
     code = 1
     try:
         output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -58,9 +91,7 @@ def _child(arguments: Sequence[str], log: Path, port: int) -> None:
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.argv = ["megatron_d3.pretrain", *arguments]
-        from megatron_d3.mcore import pretrain
-
-        pretrain.main()
+        main()
         code = 0
     except SystemExit as stop:
         if isinstance(stop.code, str):

@@ -1,14 +1,16 @@
 """What an online mixer costs: alone, and a whole step of a run with ODM beside one with static.
 
 The first table times one decision and one observed step of each mixer. The second trains the same
-model on the same corpora under both, in turns, as `benchmarks.step_overhead` does.
+model on the same corpora under both, one step of each in turns (`benchmarks/_interleaved.py`), and
+gives the median ratio of neighbouring steps, by the clock and in processor time.
 
-    python -m benchmarks.mixer_cost --steps 100 --turns 3 --processes 1
+    python -m benchmarks.mixer_cost --steps 60 --turns 4           # 5 minutes on an idle core
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -16,8 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import _forked
+from benchmarks._interleaved import Steps, measure, ratio, shown
 from benchmarks._table import print_machine, print_table
-from benchmarks.step_overhead import prepare, run
+from benchmarks.step_overhead import MODEL, prepare
 from megatron_d3.mix import MIXERS
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.decide import Decider
@@ -29,12 +33,11 @@ BATCH = 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100, help="of each run; 0: mixers alone")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=60, help="of each run and turn; 0: mixers alone")
+    parser.add_argument("--turns", type=int, default=4, help="each with fresh processes")
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--global-batch-size", type=int, default=16)
+    parser.add_argument("--global-batch-size", type=int, default=4)
     options = parser.parse_args()
     print_machine()
     print("microseconds of one decision and one observed step, median of 200 "
@@ -43,7 +46,7 @@ def main() -> None:
         (label, *(f"{alone(name, settings(k), k):.0f}" for k in NUM_DOMAINS))
         for label, name, settings in CASES])
     if options.steps:
-        report(*trained(options))
+        report(trained(options))
 
 
 CASES: list[tuple[str, str, Any]] = [
@@ -75,32 +78,43 @@ def alone(name: str, settings: dict[str, Any], num_domains: int) -> float:
     return float(np.median(times)) * 1e6
 
 
-def trained(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return seconds of each step, and processor seconds in its hooks, by mixer."""
-    times: dict[str, list[float]] = {"static": [], "odm": []}
-    in_hooks: dict[str, list[float]] = {"static": [], "odm": []}
-    with tempfile.TemporaryDirectory() as folder:
-        planned = prepare(Path(folder))["planned"]
+def trained(options: argparse.Namespace) -> dict[str, Steps]:
+    """Return the steps of each mixer's run."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "MEGATRON_D3_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    _forked.import_megatron()
+    found: dict[str, list[Steps]] = {"static": [], "odm": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        flags = [
+            *MODEL, *prepare(folder)["planned"], "--num-workers", "0", "--seq-length",
+            str(options.seq_length), "--max-position-embeddings", str(options.seq_length),
+            "--micro-batch-size", str(options.micro_batch_size), "--global-batch-size",
+            str(options.global_batch_size)]
         for turn in range(options.turns):
-            # Each goes first in every other turn: what drifts with time hits both.
-            for name in sorted(times, reverse=bool(turn % 2)):
-                data = [*planned, "--d3-set", f"mix={{type: {name}}}"]
-                result = run(Path(folder) / f"{name}{turn}", data, options)
-                times[name] += np.diff(result["done_at"])[5:].tolist()  # after warming up
-                hooks = np.array(result["in_hooks"])  # before and after each step
-                in_hooks[name] += (hooks[0::2, 1] + hooks[1::2, 1])[5:].tolist()
-    return times, in_hooks
+            # Each goes first in every other turn.
+            runs = {mixer: [*flags, "--d3-set", f"mix={{type: {mixer}}}", "--d3-plan-dir",
+                            str(folder / f"{mixer}{turn}")]
+                    for mixer in sorted(found, reverse=turn % 2 == 0)}
+            steps = measure(runs, folder / f"turn{turn}", num_steps=options.steps)
+            for mixer, parts in found.items():
+                parts.append(steps[mixer])
+    return {mixer: Steps.joined(parts) for mixer, parts in found.items()}
 
 
-def report(times: dict[str, list[float]], in_hooks: dict[str, list[float]]) -> None:
+def report(found: dict[str, Steps]) -> None:
     print_table(
-        ("mixer", "steps", "median ms", "10 %", "90 %", "hooks, processor ms"),
-        [(name, len(seconds), *(f"{np.quantile(seconds, q) * 1e3:.2f}" for q in (0.5, 0.1, 0.9)),
-          f"{np.median(in_hooks[name]) * 1e3:.3f}") for name, seconds in times.items()])
-    static, odm = (float(np.median(times[name])) for name in ("static", "odm"))
-    more = float(np.median(in_hooks["odm"]) - np.median(in_hooks["static"]))
-    print(f"median ratio odm / static: {odm / static:.4f} (noise of a shared machine included)")
-    print(f"processor time that odm adds to a step: {more * 1e3:.3f} ms, {more / static:.3%}")
+        ("mixer", "steps", "median ms", "10 %", "90 %", "processor ms", "of it in hooks"),
+        [(name, len(steps.wall),
+          *(f"{np.quantile(steps.wall, q) * 1e3:.2f}" for q in (0.5, 0.1, 0.9)),
+          *(f"{np.median(x) * 1e3:.3f}" for x in (steps.processor, steps.hooks)))
+         for name, steps in found.items()])
+    static, odm = found["static"], found["odm"]
+    for of in ("wall", "processor"):
+        print(f"odm / static, {of} time: median ratio of neighbouring steps and its 95 % interval "
+              f"{shown(ratio(odm, static, of))}")
+    more = float(np.median(odm.hooks) - np.median(static.hooks))
+    print(f"processor time that odm adds in the hooks: {more * 1e3:.3f} ms a step, "
+          f"{more / np.median(static.processor):.3%} of it (the aim is 0.5 %)")
 
 
 if __name__ == "__main__":

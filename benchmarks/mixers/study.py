@@ -168,7 +168,7 @@ class Study:
             return {"type": name, "losses": losses, "update_steps": warmup}
         if name == "doremi":
             return {"type": "static", "weights": self.results[PROXY, seed]["alpha_mean"]}
-        return {
+        others: dict[str, dict[str, Any]] = {
             "uniform": {"type": "static"},
             "natural": {"type": "natural"},
             "odm official": {"type": "odm", "smoothing": 0.9, "warmup_steps": warmup},
@@ -176,7 +176,8 @@ class Study:
             "ado": {"type": "ado", "ignore_steps": warmup, "start_step": 2 * warmup,
                     "fit_steps": warmup},
             PROXY: {"type": "doremi", "reference": str(self.save(("natural", seed)))},
-        }[name]
+        }
+        return others[name]
 
     def finish(self, cell: Cell, processor_seconds: float) -> None:
         """Read what the cell came to from its plan, and note it."""
