@@ -36,6 +36,7 @@ NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}} # ranks on each node
 VENV=${VENV:-.venv}                 # a virtual environment, or empty: what is on the PATH
 CONTAINER=${CONTAINER:-}            # an image for Pyxis, in place of VENV
 MOUNTS=${MOUNTS:-}                  # more directories for the container: /data:/data,...
+LOGS=${LOGS:-}                      # default RUN/logs; elsewhere, a full disk can still be reported
 LIVES=${LIVES:-100}                 # how often the job may start
 JOIN_SECONDS=${JOIN_SECONDS:-300}   # how long nodes wait for each other at the start
 COLLECTIVE_SECONDS=${COLLECTIVE_SECONDS:-600} # a collective that takes longer ends the life
@@ -50,7 +51,8 @@ life=${SLURM_RESTART_COUNT:-0}
 [ -d megatron_d3 ] || wrong "$PWD is no checkout of Megatron-D3; submit the job from there"
 mkdir -p "$RUN" || wrong "RUN=$RUN cannot be made"
 RUN=$(realpath "$RUN")
-export LOGS=$RUN/logs/$SLURM_JOB_ID-$life
+LOGS=$(realpath -m "${LOGS:-$RUN/logs}")/$SLURM_JOB_ID-$life
+export LOGS
 
 flags=()
 for name in $MODEL; do
@@ -81,7 +83,7 @@ flags+=(
 container=()
 if [ -n "$CONTAINER" ]; then
     container=(--container-image="$CONTAINER" --container-workdir="$PWD" --no-container-mount-home
-        --container-mounts="$PWD:$PWD,$RUN:$RUN${MOUNTS:+,$MOUNTS}")
+        --container-mounts="$PWD:$PWD,$RUN:$RUN,${LOGS%/*}:${LOGS%/*}${MOUNTS:+,$MOUNTS}")
 elif [ -n "$VENV" ]; then
     [ -x "$VENV/bin/torchrun" ] || wrong "VENV=$VENV has no torchrun: make setup, or set VENV= or CONTAINER="
     PATH=$(realpath "$VENV")/bin:$PATH
@@ -97,7 +99,7 @@ master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # --- one life -------------------------------------------------------------------------------------
 if [ -e "$RUN/DONE" ]; then say "$RUN/DONE is there: nothing to do"; exit 0; fi
 if [ -e "$RUN/STOP" ]; then say "$RUN/STOP is there: remove it to go on"; exit 0; fi
-mkdir -p "$LOGS"
+mkdir -p "$LOGS" || wrong "LOGS=${LOGS%/*} cannot be made"
 cp "$0" "$LOGS/job.sh"
 before=$(checkpoint)
 say "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, rendezvous at $master; $NPROC ranks a node on $DEVICE"
@@ -135,12 +137,19 @@ if [ "$code" = 0 ] && [ -z "$is_stopping" ]; then
     say "done"
     exit 0
 fi
-if grep -hE '^megatron_d3\.pretrain: rank [0-9]+: \w+Error: ' "$LOGS"/*.log; then
-    say "refused; the line above says why. Correct that and submit the job again"
+said='^megatron_d3\.pretrain: rank [0-9]+: (Config|Corpus|Plan|Resume|Probe|D3)Error: '
+if file=$(grep -lE "$said" "$LOGS"/*.log | sort -V | head -n 1) && [ -n "$file" ]; then
+    sed -nE "/$said/,\$p" "$file" | head -n 8 # as one rank says it
+    say "refused, see above. Correct that and submit the job again"
     exit 1
 fi
 grep -hE '^megatron_d3\.pretrain: rank [0-9]+ on ' "$LOGS"/*.log || true
 if [ -e "$RUN/STOP" ]; then say "$RUN/STOP is there: not requeued"; exit 0; fi
+# A node that was cut off and is back: Slurm has started the job again meanwhile. Leave that alone.
+if ! scontrol show job -o "$SLURM_JOB_ID" | grep -q " Restarts=$life "; then
+    say "this job lives on elsewhere"
+    exit 1
+fi
 if [ "$after" -le "$before" ]; then
     say "no checkpoint came of this life: not requeued; the last words of rank 0:"
     tail -n 20 "$LOGS"/*-rank0.log || true

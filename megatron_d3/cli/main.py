@@ -22,6 +22,7 @@ from megatron_d3.errors import D3Error
 
 VERBS: dict[str, str] = {
     "demo": "megatron_d3.cli.demo",
+    "launch": "megatron_d3.cli.launch",
     "plan": "megatron_d3.cli.plan",
     "plot": "megatron_d3.cli.plot",
     "simulate": "megatron_d3.cli.simulate",

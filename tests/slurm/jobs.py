@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -9,6 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.slurm.cluster import ROOT, SYSTEM_PATH, Cluster
+
+BATCH_SIZE = 8
+MODEL = [
+    ("--num-layers", "2"), ("--hidden-size", "32"), ("--num-attention-heads", "4"),
+    ("--seq-length", "32"), ("--max-position-embeddings", "32"), ("--lr", "1e-3"),
+    ("--min-lr", "1e-4"), ("--lr-decay-style", "cosine"), ("--attention-dropout", "0"),
+    ("--hidden-dropout", "0"), ("--log-interval", "1"), ("--eval-iters", "0"),
+    ("--num-workers", "0"), ("--tokenizer-type", "NullTokenizer"), ("--vocab-size", "256"),
+    ("--micro-batch-size", "2"), ("--global-batch-size", str(BATCH_SIZE)),
+]
+"""A model small enough for a step of tens of milliseconds, one flag a line."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -55,6 +68,37 @@ class Job:
         (self.folder / "run.yaml").write_text("domains: {}\n")
         return self.with_environment(RUN=str(self.run), NPROC="2", JOIN_SECONDS="8", **environment)
 
+    def with_megatron(self, config: Path, *, num_steps: int, is_forking: bool = True) -> Job:
+        """Train a tiny model on the CPU.
+
+        Args:
+            config: run.yaml.
+            num_steps: of the whole run.
+            is_forking: import Megatron once a node and record every sample; else the real torchrun.
+        """
+        tools = self.folder / ".venv" / "bin"
+        tools.mkdir(parents=True)
+        launcher = (f"{sys.executable} -m tests.slurm.forking_torchrun" if is_forking
+                    else f"{sys.executable} -m torch.distributed.run")
+        for name, command in (("torchrun", launcher), ("python", sys.executable)):
+            (tools / name).write_text(f'#!/bin/bash\nexec {command} "$@"\n')
+            (tools / name).chmod(0o755)
+        (self.folder / "tests").symlink_to(ROOT / "tests")
+        (self.folder / "tiny.args").write_text("\n".join(shlex.join(pair) for pair in MODEL))
+        return self.with_environment(
+            MODEL="tiny.args", CONFIG=str(config), RUN=str(self.run), DEVICE="cpu", NPROC="2",
+            SAMPLES=str(num_steps * BATCH_SIZE), SAVE_INTERVAL="3", EVAL_INTERVAL="1000",
+            OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", MEGATRON_D3_LEASE_SECONDS="6",
+            COLLECTIVE_SECONDS="60", JOIN_SECONDS="240")
+
+    def gate(self, num_steps: int) -> Job:
+        """Let every life of this run train so many steps, and wait there."""
+        path = self.folder / "gate"
+        aside = path.with_suffix(".tmp")
+        aside.write_text(str(num_steps))
+        aside.replace(path)
+        return self.with_environment(D3_TEST_GATE=str(path))
+
     def in_container(self) -> Job:
         """Let the job ask for a container, and srun have the plugin for it."""
         (self.folder / "pyxis").mkdir()
@@ -85,6 +129,15 @@ class Job:
         """What each rank printed in a life, by `node-rankR`."""
         logs = self.run / "logs" / f"{self.id}-{life}"
         return {path.stem: path.read_text() for path in sorted(logs.glob("*.log"))}
+
+    def trained(self, life: int) -> dict[int, list[int]]:
+        """Positions of the plan that a life trained on, by step (1-based), over all ranks."""
+        found: dict[int, set[int]] = {}
+        logs = self.run / "logs" / f"{self.id}-{life}"
+        for path in logs.glob("*.jsonl"):
+            for row in map(json.loads, path.read_text().splitlines()):
+                found.setdefault(row["iteration"], set()).update(row["positions"])
+        return {step: sorted(positions) for step, positions in sorted(found.items())}
 
     def step(self) -> int:
         """The last checkpoint's step."""
