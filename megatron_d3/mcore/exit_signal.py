@@ -23,3 +23,12 @@ def shield_children(number: signal.Signals) -> None:
     """
     threading.Thread(target=threading.Event().wait, name="d3-signals", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def ignore(number: signal.Signals) -> None:
+    """Let the signal do nothing from now on; Python's end would restore what kills the process.
+
+    Args:
+        number: the signal, which may be sent again until the job has ended.
+    """
+    signal.signal(number, signal.SIG_IGN)

@@ -121,6 +121,8 @@ def _main(started_at: float, task: Task | None) -> None:
             non_loss_data_func=after_evaluation,
         )
     finally:  # Megatron leaves by sys.exit too
+        if args.exit_signal_handler:
+            exit_signal.ignore(args.exit_signal)
         if setup is not None:
             run.close()
 
