@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 ALPHABET = " abcdefghijklmnopqrstuvwxyz0123456789+-*=();:,.\n"
-WORDS = "the of and to in is you that it he was for on are as with his they at be this".split()
-NAMES = "total count index value array width length".split()
+WORDS = ["the", "of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are"]
+NAMES = ["total", "count", "index", "value", "array", "width", "length"]
 
 
 class Block(nn.Module):
@@ -91,7 +92,7 @@ def text(kind: int, rng: np.random.Generator, length: int) -> str:
     words = [WORDS[i] for i in rng.integers(0, len(WORDS), num_pieces)]
     names = [NAMES[i] for i in rng.integers(0, len(NAMES), num_pieces)]
     numbers = [int(n) for n in rng.integers(0, 50, num_pieces + 1)]
-    pairs = list(zip(numbers, numbers[1:], strict=False))
+    pairs = list(pairwise(numbers))
     match kind % 6:
         case 0: pieces = [f"{word} " for word in words]
         case 1: pieces = [f"{a}+{b}={a + b};" for a, b in pairs]
@@ -116,10 +117,12 @@ def make_units(
     return Units(torch.tensor(rows).view(num_units, num_sequences, seq_length + 1))
 
 
-def train(model: nn.Module, *, steps: int, lr: float = 0.5, seed: int = 1) -> nn.Module:
+def train(
+    model: nn.Module, *, steps: int, seq_length: int = 24, lr: float = 0.3, seed: int = 1
+) -> nn.Module:
     """Return a copy trained by SGD on batches of the six kinds."""
     model = copy.deepcopy(model)
-    batches = make_units(steps, 12, seed=seed, is_mixed=True)
+    batches = make_units(steps, 12, seq_length, seed=seed, is_mixed=True)
     for step in range(steps):
         total, num_tokens = batches(model, step, 0, 12, None)
         model.zero_grad()

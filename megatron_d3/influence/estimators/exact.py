@@ -67,7 +67,9 @@ def estimate(
     probed = measuring.probe([whole], on_unit=differentiate)
     quadratic, products, tokens, bad = measuring.all_sum(quadratic, products, tokens, bad)
     bad_units = tuple(int(u) for u in np.flatnonzero(bad))
-    if probed.bad_units or bad_units:
+    if probed.bad_units:  # they spoil what the others' steps do to them
+        return measuring.refuse(probed)
+    if bad_units:
         return measuring.refuse(probed, bad_units)
     factors = measuring.clip_factors(probed.norms)
 

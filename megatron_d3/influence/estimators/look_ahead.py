@@ -62,7 +62,9 @@ def _estimate(
     whole = Piece(0, 0, source.num_sequences, True)
     probed = measuring.probe([whole], on_unit=table.look_ahead)
     ahead, before, tokens, bad_units = table.collect()
-    if probed.bad_units or bad_units:
+    if probed.bad_units:  # they spoil what the others' steps do to them
+        return measuring.refuse(probed)
+    if bad_units:
         return measuring.refuse(probed, bad_units)
     gram = gram_of(probed.of(None, probed.sketches))
     first = np.zeros_like(gram)
