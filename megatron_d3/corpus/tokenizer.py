@@ -65,8 +65,10 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, num_threads: int = 2) -> list[np.ndarray]:
         """Return the tokens of each text, without end-of-document: (T_i,) of `dtype`."""
-        ids = self._processor.encode(list(texts), num_threads=num_threads)
-        return [np.array(part, self.dtype) for part in ids]
+        # Lists of Python's integers, all that older versions give, cost a tenth of the time.
+        how = {"return_type": "numpy"} if hasattr(self._processor, "EncodeAsNumpy") else {}
+        ids = self._processor.encode(list(texts), num_threads=num_threads, **how)
+        return [np.asarray(part, self.dtype) for part in ids]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of (T,) tokens; special tokens give nothing."""
