@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2": (2, TP2),
     "pp2": (2, PP2),
     "tp2-pp2": (4, [*TP2, *PP2]),
+    "dp2-tp2-pp2": (8, [*TP2, *PP2]),
     "pp2-interleaved": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
 }
 
@@ -122,7 +123,7 @@ def test_every_layout_gives_the_same_loss_gradient_and_weights(
     run = train(
         launcher, tmp_path, proxy, from_start(start, *extra), world_size=world_size,
         setup=FAULTS + "record_alpha",
-        environment={"D3_TEST_ALPHA_FILE": str(tmp_path / "alpha")}).require_success()
+        environment={"D3_TEST_ALPHA_FILE": str(tmp_path / "alpha")}, timeout=300).require_success()
     folder, one = single
     assert run.samples() == one.samples()
     for ours, theirs in zip(run.grad_norms(), one.grad_norms(), strict=True):
