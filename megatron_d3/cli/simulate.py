@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     """Play, print the table or JSON."""
     mixers = load_plugins(args.plugin)
     config = load_config(args.config, args.overrides, mixers=mixers)
+    if config.mix.type == "doremi":
+        raise ConfigError("d3.mix.type: got doremi, which samples uniformly whatever the losses; its "
+                          "weights follow the excess over a reference model: megatron-d3 doremi")
     setting = _setting(args, config)
     num_steps = args.steps or int(setting.table.steps[-1])
     total = setting.schedule.stop_after(0, num_steps)

@@ -89,6 +89,7 @@ def test_a_run_brings_its_losses_sizes_and_shape(
     (SHAPE[2:], "--seq-length: missing"),
     ([*SHAPE, *SIZES, "--set", "mix.smoothin=1"], "did you mean smoothing?"),
     ([*SHAPE, *SIZES, "--set", "mix.max_epochs=0.1"], "the largest feasible run has"),
+    ([*SHAPE, *SIZES, "--set", "mix={type: doremi, reference: x}"], "d3.mix.type: got doremi, which"),
 ])
 def test_what_is_missing_or_infeasible_is_refused(
     config: str, table: str, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
