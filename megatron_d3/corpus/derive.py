@@ -47,6 +47,9 @@ def origin(
         how: what the verb adds: its name, parameters and seed.
     """
     linked = "linked" if len(source.bins) == 1 else "concatenated"
+    with ThreadPoolExecutor() as pool:  # hashing is a second a GB, and each remembers its digest
+        order = pool.submit(lambda: None if documents is None else array_hash(documents))
+        list(pool.map(lambda index: index.digest, source.indexes))
     return {
         "version": ORIGIN_VERSION,
         "program": f"megatron-d3 {__version__}",
@@ -62,7 +65,7 @@ def origin(
             for index in source.indexes
         ],
         "bin": "copied in order" if is_copying else linked,
-        "documents": None if documents is None else array_hash(documents),
+        "documents": order.result(),
     }
 
 
