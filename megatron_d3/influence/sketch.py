@@ -48,8 +48,8 @@ except ImportError:  # built without a C compiler: PyTorch, the same up to round
     _compiled = None
 
 SEGMENT = 1 << 22
-"""Elements summed apart from the rest; sums of segments are added in order. A part of the rounding:
-the same for any number of threads."""
+"""Elements that a CPU's thread sums apart from the rest; these sums are added in order. A part of the
+rounding: the same for any number of threads."""
 
 SRHT_DIM = 65_536
 """Size between the two stages of `rotation_srht`, or the next power of two above a larger dim."""
@@ -133,7 +133,10 @@ class HashedSketch:
                 return KERNELS[self._kind](piece, segment.moved(0), self.dim, keys)
             return _run_compiled(self._kind, piece, segment.moved(0), self.dim, keys)
 
-        num_threads = 1 if values.is_cuda else torch.get_num_threads()
+        if values.is_cuda:
+            yield sketch(shard)
+            return
+        num_threads = torch.get_num_threads()
         if num_threads == 1 or shard.num_elements <= SEGMENT:
             yield from map(sketch, segments(shard, SEGMENT))
             return

@@ -8,13 +8,17 @@ the same in C.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import sys
 
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+
+assert sys.byteorder == "little", "signs are taken from words byte by byte"
 
 
 def signed(word: int) -> int:
@@ -56,3 +60,25 @@ def hash_below(words: torch.Tensor, stop: int) -> torch.Tensor:
 def sign_bits(offsets: torch.Tensor, key: int) -> torch.Tensor:
     """Return a random bit, 0 or 1, for each int64 offset: bit p mod 64 of hash64(p div 64)."""
     return (hash64(offsets >> 6, key) >> (offsets & 63)) & 1
+
+
+def random_signs(start: int, stop: int, key: int, device: torch.device | str) -> torch.Tensor:
+    """Return (stop - start,) float32, -1 where `sign_bits` of an offset is 1, else 1.
+
+    For a run of offsets, several times as fast: one hash for 64 of them.
+    """
+    numbers = torch.arange(start >> 6, (stop + 63) >> 6, device=device)
+    return signs_from_words(hash64(numbers, key))[start & 63 :][: stop - start]
+
+
+def signs_from_words(words: torch.Tensor) -> torch.Tensor:
+    """Return (64 n,) float32 from (n,) int64 words: bits 0 and 1 as 1 and -1, the lowest first."""
+    in_bytes = words.view(torch.uint8).to(torch.int32)
+    return _signs_of_bytes(words.device).index_select(0, in_bytes).view(-1)
+
+
+@functools.cache
+def _signs_of_bytes(device: torch.device) -> torch.Tensor:
+    """Return (256, 8) float32, the signs of each byte."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)[None, :]) & 1
+    return (1 - 2 * bits.to(torch.float32)).to(device)

@@ -1,26 +1,30 @@
 """The sketches in PyTorch: the reference of `_sketch.c`, and what runs on CUDA.
 
-Each function returns what one shard adds to the sketch, (dim,) float64 on the shard's device. Every
-bucket gathers its own elements or is filled by a sort, so that results do not depend on the order
-in which threads run. Work goes in chunks of about a million elements: index arithmetic needs
-several int64 an element.
-
-On CUDA the gather is compiled into one kernel that reads each element once.
+Each function returns what one shard adds to the sketch, (dim,) float64 on the shard's device. A
+bucket gathers its own elements, or is filled after a sort, so that results do not depend on the
+order in which threads run. Work goes in chunks: index arithmetic takes several int64 an element.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from megatron_d3.influence.layout import Shard
-from megatron_d3.influence.sketch_hash import hash64, hash_below, shift_right, sign_bits
+from megatron_d3.influence.sketch_hash import hash64, hash_below, shift_right, signs_from_words
 
-CHUNK = 1 << 20
-"""Elements whose indices are computed at once; no part of the result but for rounding."""
+CHUNK = 1 << 16
+"""Elements whose indices are computed at once on a CPU, within its cache."""
+
+CUDA_CHUNK = 1 << 24
+"""The same on CUDA, so that launching kernels does not take longer than they do."""
+
+FUSED_CHUNK = 1 << 28
+"""Elements of one call of the compiled rotation, which needs memory for their words only."""
 
 
 def rotation(values: torch.Tensor, shard: Shard, dim: int, keys: tuple[int, int]) -> torch.Tensor:
@@ -33,50 +37,93 @@ def rotation(values: torch.Tensor, shard: Shard, dim: int, keys: tuple[int, int]
         keys: of the offsets and of the signs.
     """
     total = torch.zeros(dim, dtype=torch.float64, device=values.device)
-    if shard.num_elements == 0:
-        return total
-    gather = _compiled_gather() if values.is_cuda else _gather
+    gather = _gather_for(values)
     first, stop = shard.global_start // dim, -(-shard.global_stop // dim)
-    step = max(1, CHUNK // dim) if not values.is_cuda else max(1, 64 * CHUNK // dim)
-    place = (shard.global_start, max(shard.global_stride, 1), shard.run_length, shard.num_runs,
-             shard.local_start, shard.local_stride)
+    step = max(2, FUSED_CHUNK // dim) if gather else max(1, CHUNK // dim)
     for start in range(first, stop, step):
-        blocks = torch.arange(start, min(start + step, stop), device=values.device)
+        # On CUDA 2 blocks or more, though empty: a size of 1 would be compiled apart.
+        end = max(min(start + step, stop), start + 2 if gather else 0)
+        blocks = torch.arange(start, end, device=values.device)
         offsets = hash_below(hash64(blocks, keys[0]), dim)
-        first_word = (start * dim) >> 6
-        last_word = ((int(min(start + step, stop)) * dim - 1) >> 6) + 1
-        words = hash64(torch.arange(first_word, last_word, device=values.device), keys[1])
-        total += gather(values, blocks, offsets, words, first_word, dim, place)
+        numbers = torch.arange(start * dim >> 6, (end * dim >> 6) + 2, device=values.device)
+        words = hash64(numbers, keys[1])
+        if gather:
+            place = torch.tensor(_place(shard), device=values.device)
+            total += gather(values, place, shard.num_runs == 1, blocks, offsets, words, dim)
+        else:
+            total += _rotate_rows(values, shard, blocks, offsets, words, dim)
     return total
 
 
-def _gather(
-    values: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, words: torch.Tensor,
-    first_word: int, dim: int, place: tuple[int, ...],
+def _gather_for(values: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    return _compiled(_gather_elements) if values.is_cuda else None
+
+
+def _rotate_rows(
+    values: torch.Tensor, shard: Shard, blocks: torch.Tensor, offsets: torch.Tensor,
+    words: torch.Tensor, dim: int,
 ) -> torch.Tensor:
-    """Return (dim,) float64: bucket t takes from each block b the element (t - offset_b) mod dim."""
-    global_start, global_stride, run_length, num_runs, local_start, local_stride = place
+    """Return (dim,) float64, the sum of some blocks: signs from a table, rows rotated by a gather."""
+    start = int(blocks[0]) * dim
+    stop = start + len(blocks) * dim
+    if shard.num_runs == 1 and shard.global_start <= start and stop <= shard.global_stop:
+        first = shard.local_start + start - shard.global_start
+        dense = values[first : first + stop - start]
+    else:
+        p = torch.arange(start, stop, device=values.device)
+        local, is_held = _find(p, _place(shard), shard.num_runs == 1)
+        dense = torch.where(is_held, values[local], 0)
+    signs = signs_from_words(words)[start & 63 :][: stop - start]
+    rows = (dense * signs).view(-1, dim)
+    index = torch.arange(dim, device=values.device) + (dim - offsets)[:, None]
+    return torch.cat((rows, rows), 1).gather(1, index).sum(0, dtype=torch.float64)
+
+
+def _gather_elements(
+    values: torch.Tensor, place: torch.Tensor, is_one_run: bool, blocks: torch.Tensor,
+    offsets: torch.Tensor, words: torch.Tensor, dim: int,
+) -> torch.Tensor:
+    """Return what `_rotate_rows` does as a reduction that compiles into one kernel.
+
+    Bucket t takes from each block the element (t - offset) mod dim, so that each element is read
+    once; the hashes of blocks and of 64 elements come ready. `place` is a tensor, since each new
+    integer would be compiled apart.
+    """
     bucket = torch.arange(dim, device=values.device)
     index = bucket[None, :] - offsets[:, None]  # (blocks, dim)
-    index = torch.where(index < 0, index + dim, index)
-    p = blocks[:, None] * dim + index  # global offset
-    sign = (words[(p >> 6) - first_word] >> (p & 63)) & 1
+    p = blocks[:, None] * dim + torch.where(index < 0, index + dim, index)
+    local, is_held = _find(p, place.unbind(), is_one_run)
+    first_word = (blocks[0] * dim) >> 6
+    is_negative = (words[(p >> 6) - first_word] >> (p & 63)) & 1
+    value = torch.where(is_held, values[local], 0).to(torch.float64)
+    return torch.where(is_negative == 1, -value, value).sum(0)
+
+
+def _place(shard: Shard) -> tuple[int, ...]:
+    return (shard.global_start, shard.num_runs, shard.run_length, shard.global_stride,
+            shard.local_start, shard.local_stride)
+
+
+def _find(
+    p: torch.Tensor, place: Sequence[Any], is_one_run: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where global offsets lie in the local tensor, and whether they do; if not, anywhere."""
+    global_start, num_runs, run_length, global_stride, local_start, local_stride = place
     column = p - global_start
-    is_held = (column >= 0) & (column < run_length)
     local = local_start + column
-    if num_runs > 1:  # a division an element; most shards are one run
+    if is_one_run:
+        is_held = (column >= 0) & (column < run_length)
+    else:  # a division an element
         run = torch.div(column, global_stride, rounding_mode="floor")
         column = column - run * global_stride
         is_held = (run >= 0) & (run < num_runs) & (column < run_length)
         local = local_start + run * local_stride + column
-    local = torch.where(is_held, local, local_start)
-    value = torch.where(is_held, values[local], 0).to(torch.float64)
-    return torch.where(sign == 1, -value, value).sum(0)
+    return torch.where(is_held, local, local_start), is_held
 
 
 @functools.cache
-def _compiled_gather() -> Callable[..., torch.Tensor]:
-    return torch.compile(_gather, dynamic=True)
+def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return torch.compile(function, dynamic=True)
 
 
 def count(values: torch.Tensor, shard: Shard, dim: int, keys: tuple[int, int]) -> torch.Tensor:
@@ -85,7 +132,7 @@ def count(values: torch.Tensor, shard: Shard, dim: int, keys: tuple[int, int]) -
     Arguments as for :func:`rotation`; one key gives buckets and signs, the second is not used.
     """
     total = torch.zeros(dim, dtype=torch.float64, device=values.device)
-    for p, piece in _chunks(values, shard, CHUNK):
+    for p, piece in _chunks(values, shard, CUDA_CHUNK if values.is_cuda else CHUNK):
         word = hash64(p, keys[0])
         signed = torch.where((word & 1) == 1, -piece, piece).to(torch.float64)
         if values.is_cuda:  # by a sort, without atomics
@@ -103,21 +150,27 @@ def gaussian(values: torch.Tensor, shard: Shard, dim: int, keys: tuple[int, int]
     two bits of which choose the quadrant. O(dim) an element. Arguments as for :func:`count`.
     """
     half = (dim + 1) // 2
-    rows = torch.arange(half, device=values.device)[:, None]
-    total = torch.zeros(2 * half, dtype=torch.float64, device=values.device)
-    for p, piece in _chunks(values, shard, max(1, CHUNK // half)):
-        word = hash64(rows, hash64(p, keys[0])[None, :])  # (half, chunk)
-        upper, lower = shift_right(word, 33), (word << 32) >> 32  # 31 bits, 32 bits with a sign
-        uniform = upper.to(torch.float32) * 2.0**-31 + 2.0**-32  # in (0, 1]
-        radius = torch.sqrt(-2 * torch.log(uniform))
-        angle = lower.to(torch.float32) * (math.pi / 4 * 2.0**-31)
-        cosine = torch.cos(angle)
-        cosine = torch.where((lower & 2) == 2, -cosine, cosine)
-        sine, is_swapped = torch.sin(angle), (lower & 1) == 1
-        real = piece.to(torch.float64)
-        total[:half] += (radius * torch.where(is_swapped, sine, cosine)).to(torch.float64) @ real
-        total[half:] += (radius * torch.where(is_swapped, cosine, sine)).to(torch.float64) @ real
-    return total[:dim] / math.sqrt(dim)
+    rows = torch.arange(half, device=values.device)
+    make = _compiled(_normals) if values.is_cuda else _normals
+    total = torch.zeros(2, half, dtype=torch.float64, device=values.device)
+    size = (CUDA_CHUNK if values.is_cuda else CHUNK) // half
+    for p, piece in _chunks(values, shard, max(1, size)):
+        total += make(rows, hash64(p, keys[0])) @ piece.to(torch.float64)
+    return total.view(-1)[:dim] / math.sqrt(dim)
+
+
+def _normals(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return (2, rows, keys) float64 of the precision of float32: the cosines, then the sines."""
+    word = hash64(rows[:, None], keys[None, :])
+    upper, lower = shift_right(word, 33), (word << 32) >> 32  # 31 bits; 32 bits with a sign
+    uniform = upper.to(torch.float32) * 2.0**-31 + 2.0**-32  # in (0, 1]
+    radius = torch.sqrt(-2 * torch.log(uniform))
+    angle = lower.to(torch.float32) * (math.pi / 4 * 2.0**-31)
+    cosine, sine = torch.cos(angle), torch.sin(angle)
+    cosine = torch.where((lower & 2) == 2, -cosine, cosine)
+    is_swapped = (lower & 1) == 1
+    first, second = torch.where(is_swapped, sine, cosine), torch.where(is_swapped, cosine, sine)
+    return torch.stack((radius * first, radius * second)).to(torch.float64)
 
 
 def _chunks(
@@ -131,10 +184,3 @@ def _chunks(
         column = n - run * length
         yield (shard.global_start + run * shard.global_stride + column,
                values[shard.local_start + run * shard.local_stride + column])
-
-
-def random_signs(shard: Shard, key: int, device: torch.device) -> torch.Tensor:
-    """Return (num_elements,) float32 of +1 and -1 by global offset, in the order of the runs."""
-    runs = torch.arange(shard.num_runs, device=device)[:, None] * shard.global_stride
-    p = shard.global_start + runs + torch.arange(shard.run_length, device=device)[None, :]
-    return 1 - 2 * sign_bits(p.flatten(), key).to(torch.float32)

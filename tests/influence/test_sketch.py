@@ -1,11 +1,10 @@
-"""Sketches keep inner products on average, under every split of the model."""
+"""A sketch is the same under every split, and takes what a model gives."""
 
 from __future__ import annotations
 
 import math
 import weakref
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,126 +24,10 @@ from megatron_d3.influence.settings import SketchConfig
 torch = pytest.importorskip("torch")
 
 from megatron_d3.influence import sketch as module
-from megatron_d3.influence.sketch import (
-    HashedSketch,
-    RotationSRHT,
-    hadamard,
-    make_sketch,
-    segments,
-)
-from megatron_d3.influence.sketch_hash import hash64, make_key, signed
+from megatron_d3.influence.sketch import HashedSketch, RotationSRHT, hadamard, make_sketch, segments
+from tests.influence.sketching import HASHED, RANDOM, distance, sketch_of, vector
 
-HASHED = ["rotation", "count", "gaussian"]
-RANDOM = [*HASHED, "rotation_srht"]
-needs_c = pytest.mark.skipif(not module.is_compiled(), reason="built without the C extension")
-
-
-@pytest.fixture(params=["torch", pytest.param("c", marks=needs_c)])
-def kernel(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(module, "_compiled", None)
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def small_srht(monkeypatch):
-    """65,536 numbers between two stages would be most of a test's time."""
-    monkeypatch.setattr(module, "SRHT_DIM", 2048)
-
-
-def vector(*shapes: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
-    rng = np.random.default_rng(seed)
-    return [torch.from_numpy(rng.standard_normal(shape, np.float32)) for shape in shapes]
-
-
-def sketch_of(kind: str, dim: int, layout: Layout, tensors, *, seed: int = 0) -> torch.Tensor:
-    return make_sketch(SketchConfig(kind, dim, seed), layout)(tensors)
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-# ---- what each kind computes, by slow versions in plain Python -----------------------------------
-
-MASK = (1 << 64) - 1
-
-
-def slow_hash64(n: int, key: int) -> int:
-    word = ((n + 1) * 0x9E3779B97F4A7C15 + key) & MASK
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & MASK
-    return word ^ word >> 31
-
-
-def slow_rotation(x: list[float], name: str, dim: int, seed: int) -> list[float]:
-    out = [0.0] * dim
-    offsets = make_key(name, seed, "rotation bucket")
-    signs = make_key(name, seed, "rotation sign")
-    for p, value in enumerate(x):
-        offset = (slow_hash64(p // dim, offsets) >> 32) * dim >> 32
-        sign = -1 if slow_hash64(p // 64, signs) >> p % 64 & 1 else 1
-        out[(p % dim + offset) % dim] += sign * value
-    return out
-
-
-def slow_count(x: list[float], name: str, dim: int, seed: int) -> list[float]:
-    out = [0.0] * dim
-    for p, value in enumerate(x):
-        word = slow_hash64(p, make_key(name, seed, "count bucket"))
-        out[(word >> 32) * dim >> 32] += -value if word & 1 else value
-    return out
-
-
-def slow_gaussian(x: list[float], name: str, dim: int, seed: int) -> list[float]:
-    half = (dim + 1) // 2
-    out = [0.0] * (2 * half)
-    for p, value in enumerate(x):
-        key = slow_hash64(p, make_key(name, seed, "gaussian bucket"))
-        for row in range(half):
-            word = slow_hash64(row, key)
-            low = word & 0xFFFFFFFF
-            radius = math.sqrt(-2 * math.log((word >> 33) / 2**31 + 2**-32))
-            angle = (low - (low >> 31 << 32)) * math.pi / 4 / 2**31
-            pair = [math.cos(angle) * (-1 if low & 2 else 1), math.sin(angle)]
-            cosine, sine = pair[::-1] if low & 1 else pair
-            out[row] += radius * cosine * value
-            out[half + row] += radius * sine * value
-    return [value / math.sqrt(dim) for value in out[:dim]]
-
-
-SLOW = {"rotation": slow_rotation, "count": slow_count, "gaussian": slow_gaussian}
-
-
-def test_the_hash_is_splitmix64():
-    key = 1234567  # the numbers every implementation is checked with
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert [slow_hash64(n, key) for n in range(3)] == expected
-    assert hash64(torch.arange(3), key).tolist() == [signed(word) for word in expected]
-
-
-def test_keys_differ_by_name_seed_and_purpose():
-    keys = {make_key(name, seed, purpose) for name in "ab" for seed in (0, 1) for purpose in "xy"}
-    assert len(keys) == 8
-    assert make_key("layer.weight", 3, "x") == make_key("layer.weight", 3, "x") < 1 << 64
-
-
-@pytest.mark.parametrize("kind", HASHED)
-@pytest.mark.parametrize("dim", [1, 5, 64, 150])
-def test_each_kind_computes_what_it_says(kernel, kind, dim):
-    (x,) = vector((201,))
-    expected = torch.tensor(SLOW[kind](x.tolist(), "w", dim, 7), dtype=torch.float64)
-    out = sketch_of(kind, dim, single_layout({"w": (201,)}), [x], seed=7)
-    assert out.dtype == torch.float64 and out.shape == (dim,)
-    assert distance(out, expected) < 1e-6
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_auto_is_rotation():
@@ -171,181 +54,6 @@ def test_none_is_the_vector_at_its_global_offsets():
     out = sketch_of("none", 10**9, layout, [torch.tensor([[1.0, 2], [3, 4]]), torch.ones(3)])
     assert out.dtype == torch.float64
     assert out.tolist() == [1, 1, 1, 0, 0, 1, 2, 0, 0, 3, 4, 0]
-
-
-# ---- statistics ----------------------------------------------------------------------------------
-
-SHAPES = {"w": (60, 70), "v": (40, 90), "b": (100,)}
-SIZE = 60 * 70 + 40 * 90 + 100
-
-
-def split_up(flat: np.ndarray) -> list[torch.Tensor]:
-    parts = np.split(flat.astype(np.float32), [4200, 7800])
-    return [torch.from_numpy(part) for part in parts]
-
-
-def model_gradients() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of two batches of a small model with an embedding, of SHAPES' sizes."""
-    torch.manual_seed(0)
-    embedding = torch.randn(60, 70, requires_grad=True)
-    hidden = (torch.randn(40, 90) / 8).requires_grad_()
-    bias = torch.zeros(100, requires_grad=True)
-    gradients = []
-    for _ in range(2):
-        tokens = torch.randint(0, 30, (64,))
-        wide = torch.nn.functional.pad(embedding[tokens], (0, 20))  # (64, 90)
-        out = torch.nn.functional.pad((wide @ hidden.T).relu(), (0, 60)) + bias  # (64, 100)
-        loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 40, (64,)))
-        gradients.append(list(torch.autograd.grad(loss, (embedding, hidden, bias))))
-    return gradients[0], gradients[1]
-
-
-def make_pair(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    rng = np.random.default_rng(5)
-    x, noise = rng.standard_normal((2, SIZE))
-    if name == "model":
-        return model_gradients()
-    if name == "heavy_tailed":
-        x = rng.standard_t(2, SIZE)
-    elif name == "sparse":
-        x = x * (rng.random(SIZE) < 0.01)
-        noise = noise * (rng.random(SIZE) < 0.01)
-    elif name == "low_rank":
-        x[:7800] = np.concatenate([np.outer(*(rng.standard_normal(n) for n in shape)).ravel()
-                                   for shape in ((60, 70), (40, 90))])
-        noise[:4200] = np.outer(rng.standard_normal(60), x[:70]).ravel()
-    elif name == "hot_column":
-        x[:4200:70] *= 50  # column 0 of w
-        noise[:4200:70] *= 50
-    elif name == "non_negative":
-        x, noise = x**2, noise**2
-    return split_up(x), split_up(x + noise)
-
-
-def exact(x: list[torch.Tensor], y: list[torch.Tensor]) -> float:
-    return sum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(x, y, strict=True))
-
-
-@needs_c  # for speed: some hundred sketches each
-@pytest.mark.parametrize("kind", RANDOM)
-@pytest.mark.parametrize("name", [
-    "gaussian", "heavy_tailed", "sparse", "low_rank", "hot_column", "non_negative", "model"])
-def test_inner_products_are_unbiased_with_the_error_of_dense_matrices(small_srht, name, kind):
-    dim, num_seeds = 256, 100
-    x, y = make_pair(name)
-    layout = single_layout(SHAPES)
-    inner, bound = exact(x, y), math.sqrt(
-        (exact(x, x) * exact(y, y) + exact(x, y) ** 2) / dim)
-    errors = []
-    for seed in range(num_seeds):
-        sketch = make_sketch(SketchConfig(kind, dim, seed), layout)
-        errors.append((float(sketch(x) @ sketch(y)) - inner) / bound)
-    assert abs(np.mean(errors)) < 3.5 / math.sqrt(num_seeds)  # unbiased
-    # rms 1 of 100 draws, within 30 % (normal: 7 %); two stages add their variances
-    assert 0.5 < np.sqrt(np.mean(np.square(errors))) < (1.3 if kind in HASHED else 1.4)
-
-
-@needs_c
-@pytest.mark.parametrize("kind", RANDOM)
-def test_the_error_falls_with_the_root_of_the_dimension(small_srht, kind):
-    x, y = make_pair("gaussian")
-    layout, inner, rms = single_layout(SHAPES), exact(x, y), {}
-    for dim in (50, 800):
-        maps = [make_sketch(SketchConfig(kind, dim, seed), layout) for seed in range(60)]
-        rms[dim] = np.sqrt(np.mean([(float(r(x) @ r(y)) - inner) ** 2 for r in maps]))
-    assert 2.9 < rms[50] / rms[800] < 5.5  # 4
-
-
-def test_elements_of_one_block_never_meet(kernel):
-    layout = single_layout({"w": (40,), "v": (10,)})
-    sketch = make_sketch(SketchConfig("rotation", 8, 1), layout)
-    columns = torch.stack([sketch(unit.split([40, 10])) for unit in torch.eye(50)])  # (50, 8)
-    assert ((columns != 0).sum(1) == 1).all() and set(columns.flatten().tolist()) == {-1, 0, 1}
-    gram = columns @ columns.T
-    for start, stop in ((0, 8), (8, 16), (32, 40), (40, 48), (48, 50)):
-        assert torch.equal(gram[start:stop, start:stop], torch.eye(stop - start).double())
-    assert (gram - torch.eye(50)).abs().sum() > 0  # of different blocks some do
-
-
-@needs_c
-def test_gaussian_entries_are_normal_and_independent():
-    dim, size = 400, 300
-    sketch = make_sketch(SketchConfig("gaussian", dim), single_layout({"w": (10**3,)}))
-    eye = torch.eye(size, 10**3)
-    matrix = torch.stack([sketch([row]) for row in eye]).numpy() * math.sqrt(dim)  # (size, dim)
-    n = size * dim
-    moments = [np.mean(matrix**power) for power in (1, 2, 3, 4, 6)]
-    widths = [math.sqrt(v / n) for v in (1, 2, 15, 96, 10170)]  # of normal numbers
-    assert np.all(np.abs(np.array(moments) - [0, 1, 0, 3, 15]) < 4 * np.array(widths))
-    ranks = np.sort(matrix.ravel())
-    normal = np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in ranks[::97]])
-    assert np.max(np.abs(normal - (np.arange(n)[::97] + 0.5) / n)) < 1.7 / math.sqrt(n)
-    rows, columns = np.corrcoef(matrix), np.corrcoef(matrix.T)
-    for correlations, count in ((rows, dim), (columns, size)):
-        apart = correlations[~np.eye(len(correlations), dtype=bool)]
-        assert np.std(apart) == pytest.approx(1 / math.sqrt(count), rel=0.03)
-        assert np.max(np.abs(apart)) < 6 / math.sqrt(count)
-
-
-# ---- the two versions ----------------------------------------------------------------------------
-
-
-@st.composite
-def shards(draw: st.DrawFn) -> tuple[Shard, int]:
-    """A shard with gaps everywhere, and the size of its local tensor."""
-    num_runs, run_length = draw(st.integers(1, 5)), draw(st.integers(1, 200))
-    stride = run_length + draw(st.integers(0, 90))
-    local_stride = run_length + draw(st.integers(0, 9))
-    start, local_start = draw(st.integers(0, 300)), draw(st.integers(0, 9))
-    shard = Shard("w", start + num_runs * stride + draw(st.integers(0, 50)), start, num_runs,
-                  run_length, stride, local_start, local_stride)
-    return shard, shard.local_stop + draw(st.integers(0, 3))
-
-
-@needs_c
-@pytest.mark.parametrize("kind", HASHED)
-@given(shards(), st.integers(1, 130), st.integers(0, 2**40))
-def test_c_and_torch_agree(kind, case, dim, seed):
-    shard, size = case
-    dim = min(dim, shard.global_size)
-    layout = Layout(((shard,),), {"w": shard.global_size})
-    sketch = make_sketch(SketchConfig(kind, dim, seed), layout)
-    (x,) = vector((size,), seed=seed)
-    compiled = sketch([x])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_compiled", None)
-        in_torch = sketch([x])
-    held = torch.zeros(shard.global_size)
-    for run in range(shard.num_runs):
-        start = shard.local_start + run * shard.local_stride
-        to = shard.global_start + run * shard.global_stride
-        held[to : to + shard.run_length] = x[start : start + shard.run_length]
-    whole = make_sketch(SketchConfig(kind, dim, seed), single_layout({"w": held.shape}))([held])
-    scale = float(x.norm())
-    assert float((compiled - in_torch).norm()) < 1e-6 * scale
-    assert float((compiled - whole).norm()) < 1e-6 * scale
-
-
-@needs_c
-@pytest.mark.parametrize("kind", HASHED)
-@pytest.mark.parametrize("size", [700, 200_003])
-def test_c_and_torch_agree_on_many_blocks(kind, size):
-    if kind == "gaussian":
-        size //= 20
-    layout, x = single_layout({"w": (size,)}), vector((size,))
-    compiled = sketch_of(kind, 30, layout, x)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_compiled", None)
-        assert distance(sketch_of(kind, 30, layout, x), compiled) < 1e-6
-
-
-@needs_c
-@pytest.mark.parametrize("runs", [
-    (0, 1, 9, 9, 0, 9), (0, 1, 8, 8, 1, 8), (0, 2, 4, 4, 0, 5), (-1, 1, 4, 4, 0, 4),
-    (0, 0, 4, 4, 0, 4), (0, 1, 0, 4, 0, 4), (0, 1, 4, 4, -1, 4), (0, 1 << 62, 8, 8, 0, 8)])  # fmt: skip
-def test_c_refuses_to_read_past_the_end(runs):
-    with pytest.raises(ValueError, match="_sketch: sizes do not fit"):
-        module._compiled.rotation(np.zeros(8, np.float32), 4, runs, (1, 2), np.zeros(3))
 
 
 # ---- splits --------------------------------------------------------------------------------------
@@ -449,12 +157,6 @@ def test_any_floating_type_is_taken_as_it_is(kernel, small_srht, kind, dtype):
     out = sketch_of(kind, 40, layout, [x])
     assert out.dtype == torch.float64
     assert distance(sketch_of(kind, 40, layout, [x.float()]), out) < 1e-6
-
-
-def test_double_precision_is_kept(kernel):
-    layout, x = single_layout({"w": (5000,)}), torch.randn(5000, dtype=torch.float64)
-    out = torch.tensor(slow_rotation(x.tolist(), "w", 40, 0), dtype=torch.float64)
-    assert distance(sketch_of("rotation", 40, layout, [x]), out) < 1e-14
 
 
 @pytest.mark.parametrize("kind", [*RANDOM, "none"])
