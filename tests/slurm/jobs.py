@@ -46,6 +46,10 @@ class Job:
         shutil.copy(ROOT / "slurm" / name, folder / "slurm" / name)
         return cls(cluster, folder, folder.with_name(f"{folder.name}-run"), name)
 
+    def on_shared_nodes(self) -> Job:
+        """Ask for no whole nodes, so that many jobs find room at once."""
+        return self.edit(("#SBATCH --exclusive\n", ""), ("#SBATCH --gpus-per-node=8\n", ""))
+
     def edit(self, *changes: tuple[str, str]) -> Job:
         """Replace text of the script; each old text must be there."""
         path = self.folder / "slurm" / self.name

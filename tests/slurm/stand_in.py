@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 _STEP_SECONDS = 0.1
-_MOST_STEPS = 150
+_MOST_STEPS = int(os.environ.get("MOST_STEPS", "150"))
 
 
 def torchrun() -> int:
@@ -29,11 +30,14 @@ def torchrun() -> int:
         parser.add_argument(f"--{flag}")
     parser.add_argument("--no-python", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
-    args = parser.parse_args()
+    args, before = parser.parse_known_args()
     num_nodes, num_ranks = int(args.nnodes), int(args.nproc_per_node)
     node, peers = _meet(args, num_nodes)
+    command = args.command
+    if not args.no_python:  # -m MODULE FLAGS
+        command = [sys.executable, __file__, "trainer", *before, *command]
     ranks = [
-        subprocess.Popen(args.command, env=os.environ | {
+        subprocess.Popen(command, env=os.environ | {
             "RANK": str(node * num_ranks + i), "LOCAL_RANK": str(i),
             "WORLD_SIZE": str(num_nodes * num_ranks)})
         for i in range(num_ranks)]
@@ -106,7 +110,20 @@ def trainer() -> int:
             os.kill(os.getpid(), signal.SIGKILL)
     if rank == "0":
         _save(tracker, step)
+        (tracker.parent / "flags").write_text("\n".join(sys.argv))
+        if not asked:
+            (tracker.parent / "finished").touch()
     return 0
+
+
+def doremi() -> int:
+    """`megatron-d3 doremi FILE --step NAME --launcher WORDS`."""
+    step, launcher = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--step", "--launcher"))
+    save = Path(step).absolute()
+    code = subprocess.call([*shlex.split(launcher), "-m", "a.module", "--save", str(save)])
+    if code:
+        return 1
+    return 0 if (save / "finished").exists() else 75
 
 
 def _save(tracker: Path, step: int) -> None:
@@ -117,4 +134,6 @@ def _save(tracker: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:5] == ["trainer", "-m", "megatron_d3", "doremi"]:
+        sys.exit(doremi())
     sys.exit({"torchrun": torchrun, "trainer": trainer}[sys.argv.pop(1)]())

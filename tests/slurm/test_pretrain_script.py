@@ -19,9 +19,6 @@ from tests.slurm.jobs import Job
 
 pytestmark = pytest.mark.slurm
 
-# So that many jobs find room at once: the script asks for whole nodes.
-_SHARED_NODES = (("#SBATCH --exclusive\n", ""), ("#SBATCH --gpus-per-node=8\n", ""))
-
 Changes = tuple[tuple[str, str], ...]
 
 FAULTS: dict[str, tuple[str, Changes]] = {
@@ -93,7 +90,7 @@ def checks(cluster: Cluster, shared: Path) -> Iterator[dict[str, Future[list[str
         found = {}
         for number, (name, changes) in enumerate(scripts.items()):
             job = Job.prepare(cluster, shared / f"script-{number}")
-            job.edit(*_SHARED_NODES, *changes).without_torch()
+            job.on_shared_nodes().edit(*changes).without_torch()
             if "container" in name:
                 job.in_container()
             found[name] = pool.submit(complaints, job.submit())
