@@ -1,7 +1,7 @@
 /* The sketches of sketch.py in C: one pass over a shard, at the speed of memory for `rotation`.
  *
- * sketch_torch.py says what each computes and is the reference; sums are rounded differently, a test
- * holds the two within 1e-6. Only the buffer protocol is used, so that building needs Python's
+ * sketch_torch.py says what each computes and is the reference; sums are rounded differently, and
+ * tests hold the two within 1e-6. Only the buffer protocol is used, so that building needs Python's
  * headers and a C compiler, not NumPy's or PyTorch's.
  */
 #define PY_SSIZE_T_CLEAN
@@ -212,9 +212,9 @@ static PyObject *gaussian(PyObject *self, PyObject *args)
     return apply(args, &loops);
 }
 
-#define ARGUMENTS "(values, bytes of an item, (global_start, num_runs, run_length, global_stride, " \
-                  "local_start, local_stride), (key, key), out (dim,) float64 zeros): see "         \
-                  "sketch_torch."
+#define ARGUMENTS "(values, bytes of an item, (global_start, num_runs, run_length, "         \
+                  "global_stride, local_start, local_stride), (key, key), out (dim,) zeros): " \
+                  "see sketch_torch."
 
 static PyMethodDef methods[] = {
     {"rotation", rotation, METH_VARARGS, "rotation" ARGUMENTS "rotation."},
@@ -224,8 +224,8 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_sketch", "Compiled loops of megatron_d3.influence.sketch.", -1, methods,
-    NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_sketch", "Compiled loops of megatron_d3.influence.sketch.", -1,
+    methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__sketch(void)

@@ -1,6 +1,6 @@
 """Where the elements of a rank's parameters lie in the unsharded model.
 
-    local tensor 0 -> (Shard, ...)     its flat elements: runs of an unsharded tensor, by global name
+    local tensor 0 -> (Shard, ...)     its elements: runs of an unsharded tensor, by global name
     local tensor 1 -> (Shard, ...)
     all of them    -> Layout           with the names and sizes of the whole model
 

@@ -48,8 +48,8 @@ except ImportError:  # built without a C compiler: PyTorch, the same up to round
     _compiled = None
 
 SEGMENT = 1 << 22
-"""Elements that a CPU's thread sums apart from the rest; these sums are added in order. A part of the
-rounding: the same for any number of threads."""
+"""Elements that a thread on a CPU sums apart from the rest; these sums are added in order. A part of
+the rounding: the same for any number of threads."""
 
 SRHT_DIM = 65_536
 """Size between the two stages of `rotation_srht`, or the next power of two above a larger dim."""

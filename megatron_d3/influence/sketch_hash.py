@@ -2,7 +2,7 @@
 
 `hash64(n, key)` is the n-th output of SplitMix64 started at `key` (Steele, Lea, Flood 2014, "Fast
 splittable pseudorandom number generators", the finaliser by Stafford): any n at once, no state.
-PyTorch has no arithmetic on unsigned words, so that words are int64 here and wrap; `_sketch.c` holds
+PyTorch has no arithmetic on unsigned words, so that words are int64 here and wrap; `_sketch.c` has
 the same in C.
 """
 

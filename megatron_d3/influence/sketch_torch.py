@@ -63,7 +63,7 @@ def _rotate_rows(
     values: torch.Tensor, shard: Shard, blocks: torch.Tensor, offsets: torch.Tensor,
     words: torch.Tensor, dim: int,
 ) -> torch.Tensor:
-    """Return (dim,) float64, the sum of some blocks: signs from a table, rows rotated by a gather."""
+    """Return (dim,) float64, the sum of some blocks: signs from a table, rows rotated."""
     start = int(blocks[0]) * dim
     stop = start + len(blocks) * dim
     if shard.num_runs == 1 and shard.global_start <= start and stop <= shard.global_stop:
@@ -107,7 +107,7 @@ def _place(shard: Shard) -> tuple[int, ...]:
 def _find(
     p: torch.Tensor, place: Sequence[Any], is_one_run: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where global offsets lie in the local tensor, and whether they do; if not, anywhere."""
+    """Return where global offsets lie in the local tensor, and whether they do at all."""
     global_start, num_runs, run_length, global_stride, local_start, local_stride = place
     column = p - global_start
     local = local_start + column

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_auto_is_rotation():
     layout, tensors = single_layout({"w": (50,)}), vector((50,))
-    assert torch.equal(sketch_of("auto", 9, layout, tensors), sketch_of("rotation", 9, layout, tensors))
+    rotation = sketch_of("rotation", 9, layout, tensors)
+    assert torch.equal(sketch_of("auto", 9, layout, tensors), rotation)
 
 
 def test_srht_is_a_scaled_choice_of_rows_of_an_orthogonal_matrix(small_srht):
@@ -95,14 +96,15 @@ def test_the_parts_of_a_split_add_up_to_the_whole(kernel, small_srht, kind, how,
 def test_any_split_and_a_second_split_of_its_parts_add_up(rows, columns, parts, dim, how, data):
     (w,) = vector((rows, columns))
     sizes = {"w": rows * columns, "rest": 70}
-    whole = make_sketch(SketchConfig("rotation", dim), Layout(((whole_tensor("w", w.shape),),), sizes))
+    config = SketchConfig("rotation", dim)
+    whole = make_sketch(config, Layout(((whole_tensor("w", w.shape),),), sizes))
     total = torch.zeros(dim, dtype=torch.float64)
     for shard in split_layouts((rows, columns), parts, how):
         local = local_tensor(w, shard).flatten()
         middle = data.draw(st.integers(0, len(local)))  # as a ZeRO-like optimizer cuts a buffer
         for start, stop in ((0, middle), (middle, len(local))):
             layout = Layout((cut(shard, start, stop),), sizes)
-            total += make_sketch(SketchConfig("rotation", dim), layout)([local[start:stop]])
+            total += make_sketch(config, layout)([local[start:stop]])
     assert float((total - whole([w])).norm()) <= 1e-6 * float(w.norm())
 
 
@@ -208,7 +210,7 @@ def test_a_rank_that_counts_nothing_gives_zeros():
 def test_more_numbers_than_the_model_has_are_refused(kind):
     layout = Layout(((whole_tensor("w", (9,)),),), {"w": 9, "elsewhere": 91})
     make_sketch(SketchConfig(kind, 100), layout)
-    with pytest.raises(ProbeError, match=r"d3.order.sketch.dim: got 101, more than the model's 100 "):
+    with pytest.raises(ProbeError, match=r"sketch.dim: got 101, more than the model's 100 param"):
         make_sketch(SketchConfig(kind, 101), layout)
     assert make_sketch(SketchConfig("none", 101), layout).dim == 100
 

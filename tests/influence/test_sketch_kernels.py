@@ -165,7 +165,9 @@ def test_c_and_torch_agree_on_many_blocks(kind, size):
 @needs_c
 @pytest.mark.parametrize("runs", [
     (0, 1, 9, 9, 0, 9), (0, 1, 8, 8, 1, 8), (0, 2, 4, 4, 0, 5), (-1, 1, 4, 4, 0, 4),
-    (0, 0, 4, 4, 0, 4), (0, 1, 0, 4, 0, 4), (0, 1, 4, 4, -1, 4), (0, 1 << 62, 8, 8, 0, 8)])  # fmt: skip
+    (0, 0, 4, 4, 0, 4), (0, 1, 0, 4, 0, 4), (0, 1, 4, 4, -1, 4),
+    (0, 1 << 62, 8, 8, 0, 8),
+])  # fmt: skip
 def test_c_refuses_to_read_past_the_end(runs):
     with pytest.raises(ValueError, match="_sketch: sizes do not fit"):
         module._compiled.rotation(np.zeros(8, np.float32), 4, runs, (1, 2), np.zeros(3))

@@ -66,7 +66,8 @@ def make_pair(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def exact(x: list[torch.Tensor], y: list[torch.Tensor]) -> float:
-    return sum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(x, y, strict=True))
+    pairs = zip(x, y, strict=True)
+    return sum(float(a.double().flatten() @ b.double().flatten()) for a, b in pairs)
 
 
 @needs_c  # for speed: some hundred sketches each
