@@ -68,15 +68,15 @@ class Draws:
         merged = np.concatenate([self.ahead, records])
         order = np.lexsort((merged["sample"], merged["domain"]))  # stable: equal ones as they came
         merged = merged[order]  # (n,)
+        is_repeated = merged["sample"] < self.cursors[merged["domain"]]
+        is_repeated[1:] |= merged[1:] == merged[:-1]
+        repeated, merged = order[is_repeated], merged[~is_repeated]
         counts = np.bincount(merged["domain"], minlength=len(self.cursors))
         first = np.cumsum(counts) - counts  # (D,) where each domain's run starts
         rank = np.arange(len(merged)) - np.repeat(first, counts)  # (n,) within its domain
-        beyond = merged["sample"] - rank - self.cursors[merged["domain"]]  # 0: the next ones
-        is_equal = np.zeros(len(merged), bool)
-        is_equal[1:] = merged[1:] == merged[:-1]
-        repeated = order[is_equal | (merged["sample"] < self.cursors[merged["domain"]])]
-        is_next = beyond == 0
+        is_next = merged["sample"] - rank == self.cursors[merged["domain"]]
+        index = int(repeated.min()) - len(self.ahead) if len(repeated) else None
         self.cursors = self.cursors + np.bincount(
             merged["domain"][is_next], minlength=len(self.cursors))
         self.ahead = merged[~is_next]
-        return int(repeated.min()) - (len(merged) - len(records)) if len(repeated) else None
+        return index

@@ -21,6 +21,7 @@ from megatron_d3.plan import draft
 from megatron_d3.plan.audit import audit
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from megatron_d3.plan.compare import compare
+from megatron_d3.plan.decide import Decider
 from megatron_d3.plan.draft import Orderer, stored_order
 from megatron_d3.plan.header import RunHeader
 from megatron_d3.plan.keeper import PlanFollower, PlanKeeper
@@ -333,6 +334,21 @@ def test_another_version_of_windows_goes_on_by_fork(
             assert len(np.unique(records)) == len(records) == 46
 
 
+def test_a_domain_that_rests_keeps_its_cursor_through_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = replace(HEADS["windows"], versions={"windows": draft.VERSION})
+    resting = replace(old, config={**old.config, "mix": {"type": "0,0.5,0.5"}})
+    train(tmp_path / "d3", old, stop=4)
+    train(tmp_path / "d3", resting, 4, 7, mode="fork")
+    monkeypatch.setattr(draft, "VERSION", draft.VERSION + 1)
+    train(tmp_path / "d3", replace(old, versions={"windows": draft.VERSION}), 7, mode="fork")
+    records = draws(tmp_path / "d3")
+    assert len(np.unique(records)) == len(records) == 46
+    cursors = [generation.cursors[0] for generation in PlanReader(tmp_path / "d3").plan.generations]
+    assert cursors[0] == 0 and cursors[1] == cursors[2] > 0
+
+
 # --- every mixer -----------------------------------------------------------------------------------
 
 MIXES = {
@@ -487,6 +503,27 @@ def test_a_generation_that_gives_samples_again_is_found(tmp_path: Path) -> None:
     path.write_text(json.dumps(plan))
     findings = audit(tmp_path / "d3", make_decider).findings
     assert any("its cursors or ids are not those that the plan leads to" in f for f in findings)
+
+
+@pytest.mark.parametrize(("shift", "message"), [
+    (1, r"round 3: its window ends before . \d+, but a sample drawn earlier is missing"),
+    (-1, r"position \d+ \(round \d\): . \d+ was drawn before")])
+def test_a_decider_that_loses_or_repeats_samples_is_found(
+    tmp_path: Path, shift: int, message: str
+) -> None:
+    """The count of draws does not trust the replay."""
+    class Shifted(Decider):
+        def decide(self, state, *, limit=None):  # type: ignore[no-untyped-def]
+            decided = super().decide(state, limit=limit)
+            return decided and (replace(decided[0], cursors=decided[0].cursors + shift), decided[1])
+
+    def make(head: RunHeader, ids: tuple[int, ...]) -> Decider:
+        return Shifted(**vars(make_decider(head, ids)))
+
+    keeper = PlanKeeper.open(tmp_path / "d3", HEADS["windows"], make)
+    keeper.advance(32, random_order)
+    keeper.close()
+    assert re.search(message, audit(tmp_path / "d3", make).findings[0])
 
 
 def test_an_orderer_that_is_no_permutation_leaves_the_plan_as_it_was(tmp_path: Path) -> None:
