@@ -7,14 +7,14 @@ import json
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_d3.cli.order_plot import plot_order, running_mean
+from megatron_d3.corpus.copying import Copiers
 from megatron_d3.corpus.derive import derive, origin
 from megatron_d3.corpus.index import read_index, suffixed
 from megatron_d3.corpus.mpi import Ranks, on_all_ranks
@@ -169,25 +169,51 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
                 # In memory: it is read in no order, and a mapped file has small pages.
                 row = np.array(row)
                 hashed = background.submit(array_hash, row)
-        ranking = partial(rank_together, ranks=ranks)
+        copiers = Copiers(source, ranks) if _is_copying_together(args, ranks) else None
         if ranks.rank:
             if row is not None:
-                ranking(row, ascending=recipe.ascending is not False)
-            return 0  # rank 0 does the rest
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            order = permutation(row, recipe, num_items=source.num_documents, ranking=ranking)
-        for warning in caught:
-            print(f"warning: {warning.message}", file=sys.stderr)
-        score_hash = hashed.result() if hashed else None  # and with it the digests
-        for part, index in zip(parts, source.indexes, strict=False):
-            require_made_for(part, index)
-        how = _how(args, recipe, scores, score_hash)
-        report = origin(source, order, is_copying=args.copy, how=how)
-    if not args.dry_run:
-        _write(args, source, scores, order, report)
+                rank_together(row, ascending=recipe.ascending is not False, ranks=ranks)
+            return copiers.help() if copiers else 0  # rank 0 does the rest
+        with copiers.dismiss() if copiers else nullcontext():
+            order = _order(recipe, row, source, ranks, copiers)
+            score_hash = hashed.result() if hashed else None  # and with it the digests
+            for part, index in zip(parts, source.indexes, strict=False):
+                require_made_for(part, index)
+            how = _how(args, recipe, scores, score_hash)
+            report = origin(source, order, is_copying=args.copy, how=how)
+            if not args.dry_run:
+                _write(args, source, scores, order, report, copiers)
     _print(args, recipe, report, row, order)
     return 0
+
+
+def _is_copying_together(args: argparse.Namespace, ranks: Ranks) -> bool:
+    return bool(args.copy) and not args.dry_run and ranks.size > 1
+
+
+def _order(
+    recipe: Recipe,
+    row: np.ndarray | None,
+    source: Source,
+    ranks: Ranks,
+    copiers: Copiers | None,
+) -> np.ndarray:
+    """Return the permutation, on rank 0; warnings go to stderr."""
+
+    def ranking(scores: np.ndarray, *, ascending: bool) -> np.ndarray:
+        ranked = rank_together(scores, ascending=ascending, ranks=ranks)
+        if copiers is not None:
+            copiers.are_waiting = True  # what is refused from here on is refused on rank 0 alone
+        return ranked
+
+    if copiers is not None and row is None:
+        copiers.are_waiting = True
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        order = permutation(row, recipe, num_items=source.num_documents, ranking=ranking)
+    for warning in caught:
+        print(f"warning: {warning.message}", file=sys.stderr)
+    return order
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
@@ -239,6 +265,7 @@ def _write(
     scores: Scores | None,
     order: np.ndarray,
     report: dict[str, Any],
+    copiers: Copiers | None,
 ) -> None:
     """Write everything the flags ask for, or nothing."""
     with ExitStack() as stack:
@@ -265,6 +292,7 @@ def _write(
             report=report,
             is_copying=args.copy,
             is_overwriting=args.overwrite,
+            copy=copiers.write if copiers else None,
         )
 
 

@@ -10,6 +10,7 @@ out.idx            last: it makes the corpus one
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def derive(
     report: dict[str, Any],
     is_copying: bool = False,
     is_overwriting: bool = False,
+    copy: Callable[[np.ndarray, Path], None] | None = None,
 ) -> None:
     """Write a derived corpus; all its files appear together.
 
@@ -89,6 +91,7 @@ def derive(
         report: from `origin`; gains the entry "output".
         is_copying: as for `rewrite`.
         is_overwriting: as for `Publication`.
+        copy: as for `rewrite`.
 
     Raises:
         CorpusError: as `rewrite` and `Publication`.
@@ -99,7 +102,7 @@ def derive(
             if scores is not None:
                 chunks = score_chunks(scores.values, documents=documents)
                 writing = pool.submit(new.write, SUFFIXES[0], chunks)
-            index = rewrite(source, documents, new, is_copying=is_copying)
+            index = rewrite(source, documents, new, is_copying=is_copying, copy=copy)
             if writing is not None:
                 writing.result()
         report["output"] = {"prefix": str(prefix), "index": index}

@@ -50,6 +50,13 @@ class Ranks:
             return [value]
         return self._comm.gather(value, root=0) or []
 
+    def scatter(self, values: list[Any] | None) -> Any:
+        """Return to each rank its own of rank 0's values, one a rank; others give None."""
+        if self._comm is None:
+            assert values is not None and len(values) == 1
+            return values[0]
+        return self._comm.scatter(values, root=0)
+
     def abort(self) -> None:
         """End all ranks at once: one of them met an error that nobody planned for."""
         if self._comm is not None:

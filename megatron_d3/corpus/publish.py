@@ -56,7 +56,7 @@ class Publication:
 
     def __enter__(self) -> Self:
         self.refuse_existing()
-        self._clear_up()
+        clear_up(self.prefix, self._suffixes)
         return self
 
     def refuse_existing(self) -> None:
@@ -79,7 +79,7 @@ class Publication:
     def aside(self, suffix: str) -> Path:
         """Return the name a file has until everything is written."""
         assert suffix in self._suffixes, suffix
-        return suffixed(self.prefix, f"{suffix}.tmp-{socket.gethostname()}-{os.getpid()}")
+        return aside(self.prefix, suffix)
 
     def write(self, suffix: str, chunks: Iterable[np.ndarray | bytes]) -> None:
         """Write bytes and C-contiguous arrays one after another and flush to disk."""
@@ -135,25 +135,6 @@ class Publication:
         if isinstance(error, OSError):
             raise self._refusal(error) from error
 
-    def _clear_up(self) -> None:
-        """Remove what dead processes of this host were writing; refuse what they had put aside."""
-        here = [
-            path
-            for path in self.prefix.parent.iterdir()
-            if ".tmp-" in path.name or ".replaced-" in path.name
-        ]
-        for suffix in self._suffixes:
-            name = f"{self.prefix.name}{suffix}"
-            start = f"{name}.tmp-{socket.gethostname()}-"
-            for path in here:
-                if path.name.startswith(start) and not _is_running(path.name[len(start) :]):
-                    path.unlink(missing_ok=True)
-                if path.name.startswith(f"{name}.replaced-"):
-                    raise CorpusError(
-                        f"{path}: put aside by a run that was killed while it replaced {name}; "
-                        f"rename it back to {name}, or remove it"
-                    )
-
     def _publish(self) -> None:
         # The committing file leaves first and arrives last.
         replaced = []
@@ -190,6 +171,35 @@ def _hashed(
             waiting.popleft().result()
     for future in waiting:
         future.result()
+
+
+def aside(prefix: Path, suffix: str) -> Path:
+    """Return the name a file has while this process writes it; `clear_up` knows it."""
+    return suffixed(prefix, f"{suffix}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def clear_up(prefix: Path, suffixes: Sequence[str]) -> None:
+    """Remove what dead processes of this host were writing; refuse what they had put aside.
+
+    Raises:
+        CorpusError: a killed run had moved an old file away to replace it.
+    """
+    here = [
+        path
+        for path in prefix.parent.iterdir()
+        if ".tmp-" in path.name or ".replaced-" in path.name
+    ]
+    for suffix in suffixes:
+        name = f"{prefix.name}{suffix}"
+        start = f"{name}.tmp-{socket.gethostname()}-"
+        for path in here:
+            if path.name.startswith(start) and not _is_running(path.name[len(start) :]):
+                path.unlink(missing_ok=True)
+            if path.name.startswith(f"{name}.replaced-"):
+                raise CorpusError(
+                    f"{path}: put aside by a run that was killed while it replaced {name}; "
+                    f"rename it back to {name}, or remove it"
+                )
 
 
 def _is_running(pid: str) -> bool:

@@ -14,7 +14,7 @@ changes both. Replacing a file (as this package does) is safe.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +117,7 @@ def rewrite(
     new: Publication,
     *,
     is_copying: bool = False,
+    copy: Callable[[np.ndarray, Path], None] | None = None,
 ) -> str:
     """Write the `.bin` and `.idx` of chosen documents into a publication.
 
@@ -126,6 +127,7 @@ def rewrite(
             be left out or occur twice. None: all of them as they are.
         new: the open publication; has the suffixes ".bin" and ".idx".
         is_copying: write the tokens in the new order instead of linking the `.bin`.
+        copy: does so, to a file, in place of this function: `copying.Copiers.write`.
 
     Returns:
         the digest of the new `.idx`, see `Index.digest`.
@@ -135,8 +137,10 @@ def rewrite(
 
     Memory: a few blocks of `BLOCK` documents, and 8 bytes a sequence where `documents` is given.
     """
-    if is_copying:
-        new.write(".bin", _tokens(source, documents))
+    if is_copying and copy is not None and documents is not None:
+        copy(documents, new.aside(".bin"))
+    elif is_copying:
+        new.write(".bin", tokens(source, documents))
     elif len(source.bins) == 1:
         new.link(".bin", source.bins[0])
     else:
@@ -299,7 +303,7 @@ def _gather(arrays: Sequence[np.ndarray], which: np.ndarray, places: np.ndarray)
     return out
 
 
-def _tokens(source: Source, documents: np.ndarray | None) -> Iterator[bytes]:
+def tokens(source: Source, documents: np.ndarray | None) -> Iterator[bytes]:
     """Yield the tokens of the documents in their order."""
     maps = [map_bin(index) for index in source.indexes]
     for which, sequences in _sequence_blocks(source, documents):
@@ -319,6 +323,13 @@ def _tokens(source: Source, documents: np.ndarray | None) -> Iterator[bytes]:
                 yield b"".join(pieces)
                 pieces, waiting = [], 0
         yield b"".join(pieces)
+
+
+def num_tokens(source: Source, documents: np.ndarray) -> int:
+    """Return the number of tokens of chosen documents, each as often as it occurs."""
+    return sum(
+        int(lengths.sum(dtype=np.int64)) for _, lengths in _section(source, documents, "lengths")
+    )
 
 
 def _is_one_to_one(index: Index) -> bool:

@@ -29,6 +29,7 @@ from megatron_d3.corpus.index import (
     read_index,
     suffixed,
 )
+from megatron_d3.corpus.publish import aside, clear_up
 from megatron_d3.errors import CorpusError
 
 _COPY_TOKENS = 1 << 20
@@ -73,6 +74,8 @@ class IndexWriter:
         for path in (suffixed(self.prefix, ".bin"), suffixed(self.prefix, ".idx")):
             if path.exists():
                 raise CorpusError(f"{path}: exists; remove it or choose another name")
+        if self.prefix.parent.is_dir():
+            clear_up(self.prefix, (".bin", ".idx"))  # what a killed process left
         try:
             self._bin = open(self._aside(".bin"), "wb")
         except OSError as error:
@@ -200,7 +203,7 @@ class IndexWriter:
         self.num_tokens += values.size
 
     def _aside(self, suffix: str) -> Path:
-        return suffixed(self.prefix, f"{suffix}.tmp-{os.getpid()}")
+        return aside(self.prefix, suffix)
 
 
 def _runs(index: Index) -> Iterator[tuple[int, int]]:

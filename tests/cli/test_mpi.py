@@ -83,9 +83,12 @@ def test_a_broken_line_stops_all_ranks_with_one_message(source, tmp_path):
     assert not list(tmp_path.glob("web.idx"))
 
 
-def order(size: int, prefix: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    return d3(size, "order", "--prefix", prefix, "--method", "saw", "--descending", "--jitter", "7",
-              "--output-prefix", out, "--permutation-out", f"{out}.order.npy")  # fmt: skip
+def order(
+    size: int, prefix: Path, out: Path, *more: str, method: str = "saw"
+) -> subprocess.CompletedProcess[str]:
+    direction = [] if method == "shuffle" else ["--descending"]
+    return d3(size, "order", "--prefix", prefix, "--method", method, *direction, "--jitter", "7",
+              "--output-prefix", out, "--permutation-out", f"{out}.order.npy", *more)  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -97,3 +100,24 @@ def test_ranks_leave_no_trace_in_an_ordered_corpus(source, tmp_path, size):
     assert together.returncode == 0, together.stderr
     assert together.stdout == alone.stdout.replace("/one", "/many")
     assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize(("size", "method"), [(2, "saw"), (3, "shuffle")])
+def test_ranks_copy_the_tokens_together(source, tmp_path, size, method):
+    assert tokenize(1, source, tmp_path / "web", "--workers", "1").returncode == 0
+    alone = order(1, tmp_path / "web", tmp_path / "one", "--copy", method=method)
+    assert alone.returncode == 0, alone.stderr
+    together = order(size, tmp_path / "web", tmp_path / "many", "--copy", method=method)
+    assert together.returncode == 0, together.stderr
+    assert files_of(tmp_path / "many") == files_of(tmp_path / "one")
+    assert (tmp_path / "many.bin").read_bytes() != (tmp_path / "web.bin").read_bytes()
+    # Rank 0 is refused when the others are already waiting: nobody hangs.
+    for more, message in (
+        ([], "many.order.npy: exists; choose another name or give --overwrite"),
+        (["--overwrite", "--layers", "0"], "order.layers: got 0, expected at least 1"),
+    ):
+        again = order(size, tmp_path / "web", tmp_path / "many", "--copy", *more)
+        assert again.returncode == 1
+        assert again.stderr.count(message) == 1
+    (tmp_path / "web.scores.npy").unlink()
+    assert order(size, tmp_path / "web", tmp_path / "no", "--copy").returncode == 1

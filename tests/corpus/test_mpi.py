@@ -19,6 +19,7 @@ def test_without_mpirun_there_is_one_rank_and_no_mpi4py(monkeypatch):
         assert ranks == Ranks(0, 1)
     assert (ranks.broadcast(3), ranks.gather(4)) == (3, [4])
     assert ranks.collect(5) == [5]
+    assert ranks.scatter([6]) == 6
     ranks.abort()
 
 
@@ -49,12 +50,16 @@ def test_ranks_pass_values_through_their_communicator(monkeypatch):
         def gather(self, value, root):
             return None
 
+        def scatter(self, values, root):
+            return ("mine", values)
+
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(COMM_WORLD=World()))
     ranks = find_ranks({"PMI_SIZE": "2"})
     assert (ranks.rank, ranks.size) == (1, 2)
     assert ranks.broadcast("x") == ("from", 0, "x")
     assert ranks.gather("x") == ["x", "x"]
     assert ranks.collect("x") == []
+    assert ranks.scatter(None) == ("mine", None)
 
 
 def refuse(error: Exception):

@@ -6,6 +6,8 @@ import importlib.util
 import os
 import resource
 import signal
+import socket
+import subprocess
 
 import numpy as np
 import pytest
@@ -189,3 +191,16 @@ def test_full_disk_leaves_nothing(tmp_path, num_tokens):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    child = subprocess.Popen(["true"])
+    child.wait()
+    left = tmp_path / f"a.bin.tmp-{socket.gethostname()}-{child.pid}"
+    running = tmp_path / f"a.idx.tmp-{socket.gethostname()}-{os.getppid()}"
+    elsewhere = tmp_path / "a.bin.tmp-another-host-1"
+    for path in (left, running, elsewhere):
+        path.write_bytes(b"x")
+    write_corpus(tmp_path / "a", [[1]])
+    assert not left.exists()
+    assert running.exists() and elsewhere.exists()
