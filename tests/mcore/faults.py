@@ -91,3 +91,54 @@ def another_mixer_on_rank_1() -> None:
             self.plan.state.mixer["rewards"][0] *= 1.01
 
     PlannedRun.after_step = after_step  # type: ignore[method-assign]
+
+
+def replay_orders() -> None:
+    """Take each window's order from the plan in D3_TEST_ORDERS; probe nothing."""
+    import numpy as np
+
+    from megatron_d3.mcore.window import Finding, WindowOrderer
+    from megatron_d3.plan.draft import Draft
+    from megatron_d3.plan.reader import PlanReader
+    from megatron_d3.plan.windows import WindowRow
+
+    units = [row.unit for row, _ in PlanReader(Path(os.environ["D3_TEST_ORDERS"])).rounds()]
+
+    def find(self: Any, draft: Draft, table_ids: Any) -> Finding:
+        order = np.array(units[draft.round:draft.round + draft.num_units])
+        row = WindowRow(draft.round, draft.iteration, draft.step, len(order), seconds={"total": 0})
+        return Finding(order, row, {})
+
+    WindowOrderer.find = find  # type: ignore[method-assign,assignment]
+
+
+def kill_between_probe_and_segment() -> None:
+    """Die once the window of step D3_TEST_KILL_AT was measured and solved, before it is written."""
+    from megatron_d3.mcore.window import WindowOrderer
+
+    stock = WindowOrderer.find
+
+    def find(self: Any, draft: Any, table_ids: Any) -> Any:
+        finding = stock(self, draft, table_ids)
+        if draft.step == int(os.environ["D3_TEST_KILL_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return finding
+
+    WindowOrderer.find = find  # type: ignore[method-assign]
+
+
+def poison_a_unit() -> None:
+    """Give unit 2 of the window at step 4 (position 32) a gradient that is not a number."""
+    from megatron.training import get_args
+
+    from megatron_d3.mcore.probe import Probe
+
+    stock = Probe._run
+
+    def run(self: Any, samples: Any, unit: int, *args: Any, **kwargs: Any) -> Any:
+        total, num_tokens = stock(self, samples, unit, *args, **kwargs)
+        if unit == 2 and get_args().consumed_train_samples == 32:
+            self.parameters[0].main_grad.view(-1)[0] = float("nan")
+        return total, num_tokens
+
+    Probe._run = run  # type: ignore[method-assign]

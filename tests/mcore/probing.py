@@ -79,6 +79,33 @@ def measure(source: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def influences(source: Any, optimizer: Any) -> dict[str, np.ndarray]:
+    """S of every estimator, for plain and for the optimizer's steps."""
+    from megatron_d3.influence.estimators import ESTIMATORS, estimate
+    from megatron_d3.influence.settings import D3Config, SketchConfig
+    from megatron_d3.influence.sketch import make_sketch
+    from megatron_d3.influence.source import StepModel
+
+    sketch = make_sketch(SketchConfig(dim=DIM), source.layout)
+    # Differences are larger than by default: what two layouts round differently stands out less.
+    common: Any = {"probe_sequences": NUM_SEQUENCES}
+    sizes = {"hutchinson_diagonal": 0.05, "shared_hessian": 0.05}
+    cases = [D3Config(estimator=name, difference=sizes.get(name, 3e-3), **common)
+             for name in ESTIMATORS]
+    cases.append(D3Config(directions=2, difference=3e-3, **common))
+    steps = {"sgd": StepModel(gamma=0.1), "optimizer": StepModel(0.01, clip=0.5, uses_root=True)}
+    found = {}
+    for config in cases:
+        for step, model in steps.items():
+            influence = estimate(source, sketch, config, model)
+            assert influence.bad_units == ()
+            name = f"{config.estimator}-{config.directions}-{step}"
+            found[name] = influence.advantage
+            if influence.halves is not None:
+                found[f"{name}-half"] = influence.halves[0]
+    return found
+
+
 def probe_once() -> None:
     """Probe before the step D3_TEST_PROBE_AT (1-based), or not at all if it is 0."""
     from megatron.training import training
@@ -105,6 +132,7 @@ def _probe(chunks: Any, optimizer: Any) -> None:
     before = [p.data.clone() for p in probe.parameters]
     with probe.measuring(UnitSamples(NUM_UNITS, NUM_SEQUENCES, fields)) as source:
         found = measure(source)
+        found |= influences(source, optimizer)
     assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
     assert recorder.folder is not None
     np.savez(Path(recorder.folder) / f"probe{os.environ['RANK']}.npz", **found)

@@ -35,7 +35,7 @@ def run_at(
     launcher: Launcher, folder: Path, flags: list[str], probe_at: int, **kwargs: Any
 ) -> Run:
     return launcher.run(
-        folder, flags, timeout=60, setup="tests.mcore.probing:probe_once",
+        folder, flags, timeout=200, setup="tests.mcore.probing:probe_once",
         environment={"D3_TEST_PROBE_AT": str(probe_at)}, **kwargs).require_success()
 
 
@@ -74,7 +74,8 @@ def test_every_layout_measures_the_same_and_trains_as_if_it_had_not(
             got = found[name]
             known = ~np.isnan(got)
             assert known.all() or name == "scales"
-            # float32 in another order; weights + displacement are rounded: 1e-7 / 0.01
-            bound = 2e-5 if name.startswith("applied") else 1e-6
+            # float32 in another order; weights + displacement are rounded, 1e-7 / 0.01, and
+            # differences of gradients lose digits, in S
+            bound = 1e-4 if "-" in name else 2e-5 if name.startswith("applied") else 1e-6
             error = np.abs(got[known] - wanted[known]).max() / np.abs(wanted).max()
             assert error < bound, f"{name} on rank {rank}: {error:.2g}"
