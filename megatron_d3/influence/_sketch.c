@@ -13,7 +13,11 @@
 /* With glibc, GCC compiles the loops for several generations of processors and picks at load time.
  * No sum changes its order or is fused (-ffp-contract=off), so that all give the same bits. */
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
+#else
 #define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#endif
 #else
 #define CLONES
 #endif
