@@ -208,7 +208,7 @@ def hold(folder: Path, job: dict[str, Any], *, is_replacing: bool) -> Iterator[N
 
     Args:
         folder: it is made, its parent must exist.
-        job: JSON values; an unfinished job of other values is refused.
+        job: JSON values; an unfinished job of other values is refused if any of its shards is done.
         is_replacing: remove what an unfinished job of other values left, instead.
 
     Raises:
@@ -231,9 +231,9 @@ def hold(folder: Path, job: dict[str, Any], *, is_replacing: bool) -> Iterator[N
             for name in os.listdir(folder):
                 if name != "lock":
                     (folder / name).unlink()
-        if path.exists():
+        if path.exists() and finished(folder):
             _refuse_change(folder, json.loads(path.read_bytes()), wanted)
-        else:
+        if not path.exists() or json.loads(path.read_bytes()) != wanted:
             write_json(path, wanted)
         yield
 
@@ -264,8 +264,8 @@ def write_json(path: Path, value: Any) -> None:
 def _refuse_change(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
-        if before == now:
-            continue
+        if before == now or (name, before) == ("on_error", "fail"):
+            continue  # a shard that is done without a broken row is the same under "skip"
         if isinstance(before, list) and isinstance(now, list):
             pairs = zip(before, now, strict=False)
             before, now = next((pair for pair in pairs if pair[0] != pair[1]), (before, now))
