@@ -39,7 +39,7 @@ from megatron_d3.plan.life import Life
 
 _RENEWALS = 6  # a lease
 _PATIENCE = 1.5  # leases until a silent owner counts as dead
-_RUNNING, _ENDED = "running", "ended"
+_RUNNING, _ENDED, _SUPERSEDED = "running", "ended", "superseded"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class _Entry:
 
     def is_over(self) -> bool:
         """Whether this life will not write again."""
-        if self.state == _ENDED or self.life.is_known_dead():
+        if self.state != _RUNNING or self.life.is_known_dead():
             return True
         now = _now(self.path.parent, self.renewed)
         return now - self.renewed > _PATIENCE * self.life.seconds
@@ -78,6 +78,8 @@ class Lease:
         self.number = number
         self._renewed = time.monotonic()
         self._lock = threading.Lock()
+        self._state = _RUNNING
+        self._is_over = threading.Event()
 
     @classmethod
     def claim(
@@ -156,6 +158,8 @@ class Lease:
             PlanError: another life has taken over, or the directory cannot be written.
         """
         with self._lock, explained(self.directory, "renew the lease of"):
+            if self._state == _ENDED:  # while the thread was about to look
+                return
             asked = time.monotonic()
             self._refuse_if_superseded()
             if asked - self._renewed > self.life.seconds:
@@ -174,17 +178,24 @@ class Lease:
             on_lost: is called with the reason in that thread once another life has taken over. It
                 must end the process.
         """
-        _every(self.life.seconds / _RENEWALS, self.renew, on_lost)
+        _every(self.life.seconds / _RENEWALS, self.renew, on_lost, until=self._is_over)
 
     def release(self) -> None:
         """Say that this life will not write again. What cannot be written is left to run out."""
         with self._lock:
-            _mark_ended(self.directory, self.number, self.life)
+            if self._state == _RUNNING:
+                self._end(_ENDED)
+
+    def _end(self, state: str) -> None:
+        self._state = state
+        self._is_over.set()
+        with contextlib.suppress(PlanError):
+            write_atomically(_path(self.directory, self.number), _text(self.life, state))
 
     def _refuse_if_superseded(self) -> None:
         newest = _newest(self.directory)
         if newest is not None and newest.number > self.number:
-            _mark_ended(self.directory, self.number, self.life)
+            self._end(_SUPERSEDED)
             raise PlanError(f"{self.directory}: {newest.life} has taken over this plan; this life, "
                             f"{self.life}, stops without writing")
 
@@ -197,21 +208,29 @@ def watch(directory: Path, owner: Life, on_lost: Callable[[str], None]) -> None:
         owner: the life that this process belongs to.
         on_lost: as in :meth:`Lease.watch`.
     """
+    is_over = threading.Event()
+
     def look() -> None:
-        newest = _newest(directory)
+        entries = _entries(directory)
         # NOTE: the owner moves on to the next number by itself where a renewal came too late.
-        if newest is not None and newest.life != owner:
-            raise PlanError(f"{directory}: {newest.life} has taken over this plan; what "
-                            f"{owner} runs on {socket.gethostname()} stops")
+        if not entries or entries[-1].life == owner:
+            return
+        if any(entry.life == owner and entry.state == _ENDED for entry in entries):
+            is_over.set()  # the run ended in good order; so will this process
+            return
+        raise PlanError(f"{directory}: {entries[-1].life} has taken over this plan; what "
+                        f"{owner} runs on {socket.gethostname()} stops")
 
     if lives_of(directory).is_dir():
-        _every(owner.seconds / _RENEWALS, look, on_lost)
+        _every(owner.seconds / _RENEWALS, look, on_lost, until=is_over)
 
 
-def _every(seconds: float, look: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+def _every(
+    seconds: float, look: Callable[[], None], on_lost: Callable[[str], None],
+    *, until: threading.Event,
+) -> None:
     def run() -> None:
-        while True:
-            time.sleep(seconds)
+        while not until.wait(seconds):
             try:
                 look()
             except PlanError as error:
@@ -258,17 +277,19 @@ def _create(directory: Path, number: int, life: Life) -> bool:
     return True
 
 
-def _mark_ended(directory: Path, number: int, life: Life) -> None:
-    with contextlib.suppress(PlanError):
-        write_atomically(_path(directory, number), _text(life, _ENDED))
-
-
 def _newest(directory: Path) -> _Entry | None:
+    numbers = _numbers(directory)
+    return _read(_path(directory, numbers[-1])) if numbers else None
+
+
+def _entries(directory: Path) -> list[_Entry]:
+    return [_read(_path(directory, number)) for number in _numbers(directory)]
+
+
+def _numbers(directory: Path) -> list[int]:
     with explained(directory, "read the lives of"):
-        names = [name for name in os.listdir(lives_of(directory)) if name.endswith(".json")]
-    if not names:
-        return None
-    return _read(lives_of(directory) / max(names, key=lambda name: int(name[:-5])))
+        names = os.listdir(lives_of(directory))
+    return sorted(int(name[:-5]) for name in names if name.endswith(".json"))
 
 
 def _read(path: Path) -> _Entry:

@@ -102,7 +102,7 @@ def test_the_next_start_of_a_job_takes_over_and_the_old_life_stops(tmp_path: Pat
     with pytest.raises(PlanError, match="has taken over this plan; this life, job 7 .* stops"):
         old.renew()
     new.require()
-    assert [state for *_, state in states(tmp_path)] == ["ended", "running"]
+    assert [state for *_, state in states(tmp_path)] == ["superseded", "running"]
     assert not (tmp_path / "lock").exists()  # whose holder sits on a node that is not reached
 
 
@@ -150,6 +150,20 @@ def test_ranks_of_other_nodes_see_that_their_life_is_over(tmp_path: Path) -> Non
     Lease.claim(tmp_path, replace(HERE, restart=(1, 0)), poll_seconds=0.02)
     assert is_lost.wait(5)
     assert lost[0].endswith(f"what {owner.life} runs on {socket.gethostname()} stops")
+
+
+def test_nobody_is_stopped_after_a_good_end(tmp_path: Path) -> None:
+    owner = Lease.claim(tmp_path, replace(FAR, seconds=0.06))
+    owner.watch(pytest.fail)
+    watch(tmp_path, owner.life, pytest.fail)
+    owner.release()
+    Lease.claim(tmp_path, HERE)
+    deadline = time.monotonic() + 10
+    while any(thread.name == "d3-lease" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread still looks"
+        time.sleep(0.01)
+    owner.release()
+    assert [state for *_, state in states(tmp_path)] == ["ended", "running"]
 
 
 @pytest.fixture

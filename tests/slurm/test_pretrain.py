@@ -186,7 +186,7 @@ def test_the_old_life_behind_a_cut_link_stops_when_the_new_one_writes(
         job.gate(OPEN)
         assert job.wait(240) == "COMPLETED", job.output
         assert max(job.trained(0)) == 5
-        assert (job.run / "d3.lives" / "0001.json").read_text().count('"ended"') == 1
+        assert (job.run / "d3.lives" / "0001.json").read_text().count('"superseded"') == 1
     finally:
         cluster.heal(old)
     require_exactly_the_plan(job, alone, lives=2)
