@@ -17,7 +17,7 @@ The first window keeps its stored order in every arm, since the learning rate is
 | random | any |
 | projected | best by S from projected curvature; `row sums`: sorted by the row sums of that S |
 | reverse, group, spread | the best order backwards; similar units adjacent; similar units apart |
-| others | best by S from that estimator; `optimizer's step`: S of Adam's step, not of the gradient |
+| others | best by S from that estimator; `optimizer's step`: S of the preconditioned, clipped step |
 | stored, 3x steps | stored order and three times the steps: what the time of probing could buy |
 """
 
@@ -76,6 +76,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     LONGER: {"every": 10**9},
 }
 ARMS = CONTROLS | OTHERS
+PURE_TOO = ("hutchinson_diagonal", "projected, optimizer's step")
 
 
 def main() -> None:
@@ -109,10 +110,8 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 
 
 def is_sensible(setting: str, arm: str) -> bool:
-    """SGD's step is its gradient; pure units are there for the controls and the paper's method."""
-    if arm == "projected, optimizer's step":
-        return "Adam" in setting and "pure" not in setting
-    return "pure" not in setting or arm in CONTROLS or arm == "hutchinson_diagonal"
+    """Pure units are there for the controls, the paper's estimator and the step that is taken."""
+    return "pure" not in setting or arm in CONTROLS or arm in PURE_TOO
 
 
 class D3Study(Study):
