@@ -116,19 +116,20 @@ def resume(
         reached = reach(reader, checkpoint, make_decider, start)
     else:
         reached = recount(reader, checkpoint)
-    end = checkpoint.consumed if changes else reached.state.position
-    store, messages = _cut(reader, checkpoint, reached, start, end)
     if not changes:
+        store, messages = _cut(reader, checkpoint, reached, start, reached.state.position)
         return Resumed(store, decider, reached.state, tuple(messages))
     new = next_generation(plan, len(plan.generations) - 1, reached.rewound, header,
                           iteration=checkpoint.iteration, round_number=reached.state.round)
+    num_passed = num_passed_over(
+        reached.rewound, cursors=[old.cursors[i] for i in old.domain_ids],
+        num_positions=checkpoint.consumed - old.position)
+    _check_budgets(directory, decider, new, num_passed)
+    store, messages = _cut(reader, checkpoint, reached, start, checkpoint.consumed)
     state = enter(reached.state, reached.rewound, old, new, decider)
     # So that no later resume has to go back beyond this point. Before the plan counts it as begun.
     store.snapshot(state, generation=len(plan.generations))
     store.write_plan(plan.with_generation(new))
-    num_passed = num_passed_over(
-        reached.rewound, cursors=[old.cursors[i] for i in old.domain_ids],
-        num_positions=checkpoint.consumed - old.position)
     return Resumed(store, decider, state, (*messages, *_describe(old, new, changes, num_passed)))
 
 
@@ -167,6 +168,22 @@ def _check_total(directory: Path, header: RunHeader, checkpoint: Checkpoint) -> 
             f"plan {directory}: the run ends after {header.total_samples} samples, the checkpoint "
             f"has consumed {checkpoint.consumed}; raise --train-samples or --train-iters, or load "
             "an earlier checkpoint")
+
+
+def _check_budgets(directory: Path, decider: Decider, new: Generation, num_passed: int) -> None:
+    """Refuse what would end in the middle: samples passed over count towards the limits."""
+    cap = decider.cap
+    if num_passed == 0 or cap is None or cap.exhausted != "redistribute":
+        return
+    cursors = [new.cursors[i] for i in new.domain_ids]
+    num_left = sum(max(0, budget - cursor)
+                   for budget, cursor in zip(cap.budgets.tolist(), cursors, strict=True))
+    needed = decider.total_samples - new.position
+    if needed > num_left:
+        raise ResumeError(
+            f"plan {directory}: a change inside a window passes over {num_passed} samples; the run "
+            f"then needs {needed} more, but d3.mix.max_epochs leaves {num_left}: load a checkpoint at "
+            "the end of a window, raise max_epochs, or shorten the run")
 
 
 def _check_ledger(directory: Path, reader: PlanReader, checkpoint: Checkpoint) -> None:

@@ -275,6 +275,28 @@ def test_a_fork_says_how_much_it_passes_over(tmp_path: Path) -> None:
         assert sum(cursors) == 4 * checkpoint + num_passed
 
 
+def test_a_fork_that_would_leave_too_few_samples_is_refused(tmp_path: Path) -> None:
+    def capped(*budgets: int, exhausted: str = "redistribute") -> RunHeader:
+        mix = {"type": "0.5,0.3,0.2", "max_samples": budgets, "exhausted": exhausted}
+        plain = header(total=60)
+        return replace(plain, config={**plain.config, "mix": mix})
+
+    old = with_order(header(total=60, mix="0.5,0.3,0.2"), 5)
+    train(tmp_path / "d3", old, stop=6, orderer=reverse_order)  # the last unit of its window
+    before = files_of(tmp_path / "d3")
+    with pytest.raises(ResumeError, match=(
+            r"a change inside a window passes over 16 samples; the run then needs 36 more, but "
+            r"d3.mix.max_epochs leaves 35: load a checkpoint at the end of a window, raise")):
+        train(tmp_path / "d3", capped(30, 25, 20), 6, mode="fork")
+    assert files_of(tmp_path / "d3") == before
+    assert not list((tmp_path / "d3").glob("abandoned-*"))
+    for number, head in enumerate((capped(31, 25, 20), capped(9, 9, 9, exhausted="repeat"))):
+        shutil.copytree(tmp_path / "d3", tmp_path / f"{number}")
+        train(tmp_path / f"{number}", head, 6, mode="fork")
+        assert len(draws(tmp_path / f"{number}")) == 60
+    train(tmp_path / "d3", capped(25, 20, 15), 5, mode="fork")  # nothing is passed over there
+
+
 def test_a_change_of_the_order_is_refused_without_fork(tmp_path: Path) -> None:
     train(tmp_path / "d3", HEADS["windows"], stop=5)
     for head, message in (
