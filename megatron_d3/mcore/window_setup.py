@@ -48,6 +48,25 @@ def window_orderer(
     if config.order is None:
         return None
     d3 = config.order.params
+    settings = probe_settings(args, vocab_size)
+    smallest = min(size for _, size in header.batch_schedule.steps)
+    if d3.probe_sequences > smallest:
+        raise ConfigError(
+            f"d3.order.probe_sequences: got {d3.probe_sequences}, more than the {smallest} sequences "
+            "of a unit (--global-batch-size)")
+    return WindowOrderer(d3, domains, maker=maker, seed=header.seed, settings=settings)
+
+
+def probe_settings(args: argparse.Namespace, vocab_size: int) -> ProbeSettings:
+    """Return what a probe reads of the run.
+
+    Args:
+        args: Megatron's validated arguments.
+        vocab_size: ids of the tokenizer; the embedding may have more rows.
+
+    Raises:
+        ConfigError: a flag with which a probe cannot work.
+    """
     for attribute, fine, flag, why in _REFUSED:
         value = getattr(args, attribute, fine)  # some flags exist in some Megatron versions only
         if value != fine and value:
@@ -56,14 +75,7 @@ def window_orderer(
         raise ConfigError(
             "--expert-model-parallel-size: not possible with d3.order: a unit's tokens would need "
             "all experts while other ranks probe other units; use 1")
-    smallest = min(size for _, size in header.batch_schedule.steps)
-    if d3.probe_sequences > smallest:
-        raise ConfigError(
-            f"d3.order.probe_sequences: got {d3.probe_sequences}, more than the {smallest} sequences "
-            "of a unit (--global-batch-size)")
     has_dropout = args.attention_dropout > 0 or args.hidden_dropout > 0
-    return WindowOrderer(
-        d3, domains, maker=maker, seed=header.seed, settings=ProbeSettings(
-            seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
-            vocab_size=vocab_size,
-            has_dropout=has_dropout or args.num_experts is not None))
+    return ProbeSettings(
+        seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, vocab_size=vocab_size,
+        has_dropout=has_dropout or args.num_experts is not None)
