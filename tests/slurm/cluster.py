@@ -70,7 +70,7 @@ class Cluster:
             self._process.kill()
             raise RuntimeError(f"no cluster: {self._process.stderr.read()}")
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
-        self._init = children.read_text().strip()
+        self.init = children.read_text().strip()
         self.wait_until(lambda: self.idle_nodes() == num_nodes, 30, "all nodes idle")
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Cluster:
         environment: Mapping[str, str] | None = None, check: bool = True,
     ) -> str:
         """Run a command on the controller, or on a node, and return what it prints."""
-        enter = ["nsenter", "-t", self._init, "-a"]
+        enter = ["nsenter", "-t", self.init, "-a"]
         if node is not None:
             inner = self.run("cat", f"{LAB}/run/node{node}.pid").strip()
             enter += ["nsenter", "-t", inner, "-a"]
