@@ -55,7 +55,8 @@ class Scores:
         if name is None:
             if len(self.names) > 1:
                 raise CorpusError(
-                    f"{self.path}: holds several scores ({', '.join(self.names)}); choose one with --score NAME"
+                    f"{self.path}: holds several scores ({', '.join(self.names)}); choose one with "
+                    "--score NAME"
                 )
             return self.values[0]
         if name not in self.names:
