@@ -88,6 +88,15 @@ class PlannedRun:
         self._has_stepped = False
         self._clock = StepClock()
 
+    def claim(self) -> None:
+        """On rank 0: become the writer of the plan, before anything of the run is read.
+
+        Raises:
+            PlanError: another job writes it, or its place cannot be written.
+        """
+        if not self._args.is_evaluation_only:
+            self._lease = run_lease.claim(self._args.plan_dir)
+
     # --- data -----------------------------------------------------------------------------------
 
     def provide(
@@ -140,14 +149,14 @@ class PlannedRun:
             self._plan = PlanFollower(
                 decider, decider.init(position=consumed, iteration=iteration))
             return
-        self._lease = lease = run_lease.claim(self._args.plan_dir)
+        run_lease.follow(self._args.plan_dir, self._lease)
         keepers: list[PlanKeeper] = []
 
         def open_plan() -> tuple[dict[str, np.ndarray], np.ndarray, int | None, list[Target]]:
             keeper = PlanKeeper.open(
                 self._args.plan_dir, self._header, self._make_decider, iteration=iteration,
                 consumed=consumed, mode=self._args.resume, copy_from=self._args.load_plan_dir)
-            keeper.lease = lease
+            keeper.lease = self._lease
             keepers.append(keeper)
             # Copied: the file's memory map must not travel to other nodes.
             decided = np.array(keeper.positions(consumed, keeper.state.position))

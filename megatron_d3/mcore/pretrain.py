@@ -112,6 +112,10 @@ def _main(started_at: float, task: Task | None) -> None:
     if args.exit_signal_handler:
         exit_signal.shield_children(args.exit_signal)
     try:
+        if setup is not None and args.rank == 0:
+            # Before the checkpoint is chosen: an old life may be about to save another one. The
+            # other ranks wait where the processes meet.
+            run.claim()
         pretrain(
             pretrain_cfg_container_from_args(args, model_config(args)),
             provide,

@@ -17,33 +17,27 @@ from megatron_d3.plan.life import Life
 _REFUSED = 1
 
 
-def claim(plan_dir: Path) -> Lease | None:
-    """Become the writers of a plan, and stay it until the processes end. A collective.
-
-    Args:
-        plan_dir: as this node sees it.
-
-    Returns:
-        The lease on rank 0, None elsewhere.
+def claim(plan_dir: Path) -> Lease:
+    """Become the writer of a plan, on rank 0, and stay it until the process ends.
 
     Raises:
         PlanError: another job writes the plan, or its place cannot be written.
-        EchoError: the same on the other ranks.
     """
-    held: list[Lease] = []
+    lease = Lease.claim(plan_dir, Life.here(), say=lambda text: print(f" {text}", flush=True))
+    lease.watch(_leave)
+    return lease
 
-    def claim_on_rank_0() -> Life:
-        say = lambda text: print(f" {text}", flush=True)  # noqa: E731
-        held.append(Lease.claim(plan_dir, Life.here(), say=say))
-        return held[0].life
 
-    owner = collective.on_rank_0(claim_on_rank_0)
-    if held:
-        held[0].watch(_leave)
-        return held[0]
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+def follow(plan_dir: Path, lease: Lease | None) -> None:
+    """Let one rank of each other node leave once the life of rank 0 is over. A collective.
+
+    Args:
+        plan_dir: as this node sees it.
+        lease: rank 0's; None on the others.
+    """
+    owner = collective.on_rank_0(lambda: None if lease is None else lease.life)
+    if owner is not None and lease is None and int(os.environ.get("LOCAL_RANK", "0")) == 0:
         watch(plan_dir, owner, _leave)
-    return None
 
 
 def _leave(reason: str) -> None:
