@@ -72,6 +72,7 @@ class _Auditor:
         self._make_decider = make_decider
         self._findings: list[str] = []
         self._draws = Draws(len(reader.plan.table))
+        self._window: list[tuple[int, int, np.ndarray]] = []  # (round, start, records) of its slots
         self._generation = 0
         self._states = {(s.round, s.iteration): s for s in reader.snapshots()}
         self._num_rounds = self._num_states = self._num_steps = self._num_windows = 0
@@ -102,9 +103,10 @@ class _Auditor:
                 self._enter(replay)
                 stop = self._reader.stop_of(row)
                 if stop > segment.start:
-                    self._check_positions(row.round, segment.start,
-                                          segment.records[:stop - segment.start],
-                                          is_ordered=segment.unit is not None)
+                    expected = segment.records[:stop - segment.start]
+                    self._check_positions(row.round, segment.start, expected)
+                    self._count(row.round, segment.start, expected,
+                                is_ordered=segment.unit is not None)
                 self._num_rounds += 1
                 if segment.unit is not None and segment.stop == replay.state.position:
                     self._end_window(replay, is_whole=stop == segment.stop)
@@ -126,16 +128,34 @@ class _Auditor:
                 f"{self._reader.plan.table[domain].name} again from "
                 f"{replay.current.cursors[domain]} on, which was trained on before")
 
+    def _count(
+        self, round_number: int, start: int, records: np.ndarray, *, is_ordered: bool
+    ) -> None:
+        """Check that no sample comes twice, without trusting the replay."""
+        if is_ordered:  # a window is counted as a whole
+            self._window.append((round_number, start, records))
+            return
+        wrong = self._draws.consecutive(records)
+        if wrong is not None:
+            self._findings.append(
+                f"position {start + wrong} (round {round_number}): {self._named(records[wrong])} is "
+                f"not the next sample of its domain, which is {self._draws.wanted}")
+
     def _end_window(self, replay: Replay, *, is_whole: bool) -> None:
         self._num_windows += 1
+        parts, self._window = self._window, []
+        repeated = self._draws.ordered(np.concatenate([r for *_, r in parts])) if parts else None
+        if repeated is not None:
+            at = parts[0][1] + repeated
+            number, start, records = next(part for part in reversed(parts) if part[1] <= at)
+            self._findings.append(f"position {at} (round {number}): "
+                                  f"{self._named(records[at - start])} was drawn before")
         if is_whole and replay.state.pending is None and len(self._draws.ahead):
             self._findings.append(
                 f"round {self._num_rounds - 1}: its window ends before "
                 f"{self._named(self._draws.ahead[0])}, but a sample drawn earlier is missing")
 
-    def _check_positions(
-        self, round_number: int, start: int, expected: np.ndarray, *, is_ordered: bool
-    ) -> None:
+    def _check_positions(self, round_number: int, start: int, expected: np.ndarray) -> None:
         num_stored = self._reader.first_position + self._reader.num_stored - start
         stored = self._reader.stored(start, start + min(len(expected), max(0, num_stored)))
         if stored.tobytes() != expected[:len(stored)].tobytes():
@@ -143,13 +163,6 @@ class _Auditor:
             self._findings.append(
                 f"position {start + i} (round {round_number}): {POSITIONS} has "
                 f"{self._named(stored[i])}, expected {self._named(expected[i])}")
-        wrong = self._draws.ordered(expected) if is_ordered else self._draws.consecutive(expected)
-        if wrong is not None:  # the replay itself would repeat or lose a sample
-            what = ("was drawn before" if is_ordered else
-                    f"is not the next sample of its domain, which is {self._draws.wanted}")
-            self._findings.append(
-                f"position {start + wrong} (round {round_number}): "
-                f"{self._named(expected[wrong])} {what}")
         if len(self._findings) >= _MAX_FINDINGS:
             raise ReplayError(f"{_MAX_FINDINGS} findings: stopped at position {start}")
         self._checked_to = start + len(stored)

@@ -527,6 +527,19 @@ def test_a_generation_that_gives_samples_again_is_found(tmp_path: Path) -> None:
     assert any("its cursors or ids are not those that the plan leads to" in f for f in findings)
 
 
+def test_going_back_too_far_is_found_although_the_replay_agrees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if units of the window's rest were given back although later ones were trained."""
+    monkeypatch.setattr(draft, "rewind", lambda state, made, units, position: replace(
+        state, position=position))
+    train(tmp_path / "d3", HEADS["windows"], stop=6, orderer=reverse_order)
+    train(tmp_path / "d3", header(total=46), 6, mode="fork", orderer=reverse_order)
+    findings = audit(tmp_path / "d3", make_decider).findings
+    assert re.search(r"generation 1 \(from position 24\): draws a again from \d+ on, which was trained "
+                     r"on before", findings[0])
+
+
 @pytest.mark.parametrize(("shift", "message"), [
     (1, r"round 3: its window ends before . \d+, but a sample drawn earlier is missing"),
     (-1, r"position \d+ \(round \d\): . \d+ was drawn before")])
