@@ -4,9 +4,10 @@
     python -m benchmarks.d3.estimators --out runs/d3-estimators --units 20 --steps 100 300 1000
 
 One small GPT (plain torch, float32) is trained by Adam on the demo corpus. At each checkpoint (a
-table each) every estimator orders the same windows of units, of one domain each (pure) or of mixed domains, for SGD
-steps of two sizes and for Adam's. Judge: S by look-ahead (the definition) on all sequences of all
-units in float64. Regret of an order: its cost under that S, 0 for the best order that is known, 1
+table each) every estimator orders the same windows of units, of one domain each (pure) or of mixed
+domains (m), for SGD steps of two sizes and for Adam's. Judge: S by look-ahead (the definition) on
+all sequences of all units in float64. Regret of an order: its cost under that S, 0 for the best
+order that is known, 1 for the mean of random ones.
 for the mean of random ones.
 
 Costs are in passes over a unit's sequences, for each unit: gradients (forward and backward) and

@@ -4,14 +4,17 @@ h_j stands for the diagonal of H_j, q_i = g_i * g_i. <R q_i, R h_j> is unbiased 
 no vector of a unit outlives its turn. (A diagonal taken in sketch space, R H R^T, would degenerate
 to tr(H_j) |g_i|^2 / k.)
 
-q is positive, so that its mean would make the sketch's error large: q is sketched without the mean
-of each parameter, q_T - mean(q_T), and the rest of the product, sum_T mean(q_T) * sum(h_T), comes
-from exact sums. Means and sums are of whole parameters, hence the same under every layout.
+q and h are sketched without the mean of each parameter, which is large where all numbers are positive
+and would make the sketch's error large; the rest of the product, sum_T mean(q_T) * sum(h_T), comes
+from exact sums. Both, because errors in what q and h have in common cancel in S, which is
+antisymmetric: with q alone centred they would not. (Error of S at k = 500 on a 16,000-parameter
+GPT, neither / q / both: Fisher .19 / .23 / .18, Gauss-Newton .47 / .45 / .43.) Sums are of whole
+parameters, hence the same under every layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,28 +34,48 @@ WHOLE = 2
 """Where the whole stands after the two halves."""
 
 
-class ParameterSums:
-    """Sums of a vector over each parameter of the model."""
+class CentredSketch:
+    """Sketches vectors without the mean of each parameter, and returns the sums beside.
 
-    def __init__(self, layout: Layout) -> None:
-        numbers = {name: number for number, name in enumerate(layout.global_sizes)}
-        self.sizes = np.array(list(layout.global_sizes.values()), np.float64)  # (T,)
-        self._layout = layout
-        self.numbers = [numbers[shards[0].name] for shards in layout.tensors]
-        for shards in layout.tensors:
+    A vector is read twice, so that it is given as a function that makes it anew.
+    """
+
+    def __init__(self, measuring: Measuring) -> None:
+        self._measuring = measuring
+        self._layout: Layout = measuring.source.layout
+        numbers = {name: number for number, name in enumerate(self._layout.global_sizes)}
+        self._numbers = [numbers[shards[0].name] for shards in self._layout.tensors]
+        self.sizes = np.array(list(self._layout.global_sizes.values()), np.float64)  # (T,)
+        for shards in self._layout.tensors:
             assert len({shard.name for shard in shards}) == 1, f"several parameters in {shards}"
 
-    def watch(self, vector: Iterable[torch.Tensor], into: np.ndarray) -> Iterator[torch.Tensor]:
-        """Yield a vector's tensors, and in the end add this rank's sums to `into`, (T,)."""
+    def __call__(
+        self, vector: Callable[[], Iterable[torch.Tensor]]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return this rank's part of the sketch (k,) and the group's sums over parameters (T,).
+
+        None, on all ranks of the group, where the vector has something that is not a number.
+        """
+        with self._measuring.timed("sketch"):
+            local = self._local_sums(vector())
+        sums = self._measuring.group_sum(local)
+        if not np.isfinite(sums).all():
+            return None
+        means = sums / self.sizes
+        centred = (x - means[number] for x, number in zip(vector(), self._numbers, strict=True))
+        return self._measuring.sketch(centred), sums
+
+    def _local_sums(self, vector: Iterable[torch.Tensor]) -> np.ndarray:
         places, sums = [], []
-        for tensor, shards, number in zip(vector, self._layout.tensors, self.numbers, strict=True):
+        for tensor, shards, number in zip(vector, self._layout.tensors, self._numbers, strict=True):
             for shard in shards:
                 if shard.is_counted and shard.num_elements:
                     places.append(number)
                     sums.append(_runs(tensor, shard).sum(dtype=torch.float64))
-            yield tensor
+        total = np.zeros(len(self.sizes))
         if sums:  # one transfer from the device for all
-            np.add.at(into, places, torch.stack(sums).numpy(force=True))
+            np.add.at(total, places, torch.stack(sums).numpy(force=True))
+        return total
 
 
 def _runs(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -74,10 +97,10 @@ class Squares:
     def __init__(self, measuring: Measuring, pieces: Sequence[Piece]) -> None:
         self._measuring = measuring
         self._pieces = pieces
-        self._sums = ParameterSums(measuring.source.layout)
+        self._sketch = CentredSketch(measuring)
         shape = (3, measuring.num_units)
         self._sketches = np.zeros((*shape, measuring.dim))
-        self._means = np.zeros((*shape, len(self._sums.sizes)))
+        self._means = np.zeros((*shape, len(self._sketch.sizes)))
         self._bad = np.zeros(measuring.num_units)
         halves = [piece.half for piece in pieces]
         has_parts = len(set(halves)) < len(halves)
@@ -104,20 +127,13 @@ class Squares:
         self._record(WHOLE, unit, gradient)
 
     def _record(self, half: int, unit: int, gradient: Vector) -> None:
-        measuring, squares = self._measuring, np.zeros(len(self._sums.sizes))
-        with measuring.timed("sketch"):
-            for _ in self._sums.watch((x * x for x in measuring.whitened(gradient)), squares):
-                pass
-        means = measuring.group_sum(squares) / self._sums.sizes  # (T,)
-        # NaN and infinity stay in the sums: all ranks of the group take the same branch.
-        if not np.isfinite(means).all():
+        measuring = self._measuring
+        found = self._sketch(lambda: (x * x for x in measuring.whitened(gradient)))
+        if found is None:
             self._bad[unit] = 1
             return
-        self._sketches[half, unit] = measuring.sketch(
-            (x * x).sub_(means[number])
-            for x, number in zip(measuring.whitened(gradient), self._sums.numbers, strict=True)
-        )
-        self._means[half, unit] = means * measuring.share
+        self._sketches[half, unit] = found[0]
+        self._means[half, unit] = found[1] / self._sketch.sizes * measuring.share
 
     def collect(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return sketches (3, L, k), means (3, L, T) and flags of bad units (L,) of all groups."""
@@ -158,15 +174,20 @@ class DiagonalTable:
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring
-        self._sums = ParameterSums(measuring.source.layout)
+        self._sketch = CentredSketch(measuring)
         shape = (2, measuring.num_units)
         self._sketches = np.zeros((*shape, measuring.dim))
-        self._values = np.zeros((*shape, len(self._sums.sizes)))
+        self._sums = np.zeros((*shape, len(self._sketch.sizes)))
         self._tokens = np.zeros(shape)
         self._bad = np.zeros(measuring.num_units)
 
     def add(
-        self, piece: Piece, unit: int, loss: Loss, diagonal: Iterable[torch.Tensor], factor: float
+        self,
+        piece: Piece,
+        unit: int,
+        loss: Loss,
+        diagonal: Callable[[], Iterable[torch.Tensor]],
+        factor: float,
     ) -> None:
         """Add factor * diagonal to the piece's half of a unit; a bad one is noted instead.
 
@@ -174,17 +195,16 @@ class DiagonalTable:
             piece: what was measured.
             unit: its number.
             loss: its loss.
-            diagonal: of the (whitened) Hessian, one tensor at a time.
+            diagonal: makes that of the (whitened) Hessian, one tensor at a time.
             factor: factors of all additions for one piece add up to the estimate.
         """
-        sums = np.zeros(len(self._sums.sizes))
-        sketch = self._measuring.sketch(self._sums.watch(diagonal, sums))
-        if not (is_usable(loss) and np.isfinite(sketch).all() and np.isfinite(sums).all()):
+        found = self._sketch(diagonal)
+        if found is None or not is_usable(loss):
             self._bad[unit] = 1
             return
         weight = factor * loss.num_tokens
-        self._sketches[piece.half, unit] += weight * sketch
-        self._values[piece.half, unit] += weight * sums
+        self._sketches[piece.half, unit] += weight * found[0]
+        self._sums[piece.half, unit] += weight * found[1] * self._measuring.share
 
     def note_tokens(self, piece: Piece, unit: int, loss: Loss) -> None:
         """Count a piece's tokens: once, however often it is measured."""
@@ -193,7 +213,7 @@ class DiagonalTable:
     def collect(self) -> Diagonals:
         """Return the diagonals of all groups."""
         sketches, sums, tokens, bad = self._measuring.all_sum(
-            self._sketches, self._values, self._tokens, self._bad
+            self._sketches, self._sums, self._tokens, self._bad
         )
         counts = np.maximum(tokens, 1)[:, :, None]
         bad_units = tuple(int(u) for u in np.flatnonzero(bad))

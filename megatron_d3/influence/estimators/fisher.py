@@ -43,8 +43,7 @@ def estimate(
     def on_piece(unit: int, index: int, loss: Loss) -> None:
         if pieces[index].is_curved:
             table.note_tokens(pieces[index], unit, loss)
-            gradient = measuring.whitened(source.gradients)
-            table.add(pieces[index], unit, loss, (g * g for g in gradient), loss.num_tokens)
+            table.add(pieces[index], unit, loss, measuring.squares, loss.num_tokens)
         squares.on_piece(unit, index, loss)
 
     probed = measuring.probe(pieces, on_piece=on_piece, on_unit=squares.on_unit)

@@ -56,6 +56,5 @@ def _diagonals(measuring: Measuring) -> Diagonals:
                 loss = measuring.gradient(unit, piece.start, piece.stop, sample_key=key)
                 if key == 0:
                     table.note_tokens(piece, unit, loss)
-                squares = (g * g for g in measuring.whitened(source.gradients))
-                table.add(piece, unit, loss, squares, loss.num_tokens / probes)
+                table.add(piece, unit, loss, measuring.squares, loss.num_tokens / probes)
     return table.collect()

@@ -24,6 +24,7 @@ of the plain coordinates, where every weight moves by a like share of its size.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,7 +98,7 @@ def _add_displaced(
             loss = measuring.gradient(unit, piece.start, piece.stop)
             if probe == 0 and sign == 1:
                 table.note_tokens(piece, unit, loss)
-            diagonal = _flipped(measuring, applied, scales)
+            diagonal = partial(_flipped, measuring, applied, scales)
             table.add(piece, unit, loss, diagonal, 1 / (2 * size * probes))
 
 

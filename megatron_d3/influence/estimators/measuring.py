@@ -122,6 +122,10 @@ class Measuring:
             return vector
         return (x * r for x, r in zip(vector, self.root, strict=True))
 
+    def squares(self) -> Iterable[torch.Tensor]:
+        """Yield the squares of the last gradient, whitened."""
+        return (g * g for g in self.whitened(self.source.gradients))
+
     def stepwise(self, vector: Vector) -> Callable[[], Iterable[torch.Tensor]]:
         """Return a direction: P x, which the step takes for the gradient x."""
         return lambda: self.whitened(self.whitened(vector))
