@@ -1,4 +1,4 @@
-"""`megatron-d3 demo`: real text, three mixtures, one model each; then a table and two plots."""
+"""`megatron-d3 demo`: real text, four ways to give it to one model; then a table and three plots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_d3.cli.demo_runs import RECIPE, RUNS, Demo, draw, prepare, set_asi
 from megatron_d3.curves import held_out_table
 
 NAME = "demo"
-HELP = "train one small model on three mixtures of real text on this machine's CPU, and compare"
+HELP = "train one small model on real text in four ways on this machine's CPU, and compare"
 EXAMPLE = """\
 megatron-d3 demo
 megatron-d3 demo --fresh --recipe my_recipe"""
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true",
         help="train anew; earlier runs move to DIR/abandoned-NNNN, the corpus stays")  # fmt: skip
     add("--recipe", type=Path, default=RECIPE, metavar="DIR",
-        help="folder with uniform.yaml, shift.yaml, odm.yaml and model.args (default "
+        help="folder with uniform.yaml, shift.yaml, odm.yaml, d3.yaml and model.args (default "
              "examples/demo of the repository)")  # fmt: skip
     add("--num-processes", type=int, default=defaults.num_processes, metavar="N",
         help="data-parallel processes (default 2)")  # fmt: skip
@@ -70,6 +70,7 @@ def _next_commands(demo: Demo) -> str:
     commands = {
         f"{_program()} plan show {second}": "which domain filled which positions",
         f"{_program()} plan diff {first} {second}": "where the two part, and why",
+        f"{_program()} plan show {demo.folder('d3')}": "what D3's windows cost and were worth",
         f"$EDITOR {_short(demo.recipe)}/{RUNS[1]}.yaml && {_program()} demo --fresh{again}":
             "another mixture",
     }

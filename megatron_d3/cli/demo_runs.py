@@ -1,10 +1,10 @@
-"""The demo: a corpus of real text, runs of one model on different mixtures, and what came of them.
+"""The demo: a corpus of real text, runs of one model on it, each on other data, and what came of it.
 
     OUT/corpus/            see `corpus/demo.py`; made once, reused
     OUT/uniform.yaml ...   copies of the recipe, beside the corpus that their paths point to
     OUT/uniform/           checkpoints, the plan in d3/, and demo.json: what it was trained from
     OUT/uniform.log        everything Megatron said
-    OUT/weights.png, OUT/losses.png
+    OUT/weights.png, OUT/losses.png, OUT/graph.png
 
 Running it again reuses what is finished and continues what is not. Nothing is deleted:
 :func:`set_aside` moves the runs to OUT/abandoned-NNNN/.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_d3.cli.plot import draw_graph
 from megatron_d3.cli.progress import Progress
 from megatron_d3.cli.torchrun import require_training_packages, train
 from megatron_d3.config import load_config
@@ -27,7 +28,7 @@ from megatron_d3.curves import RunCurves, read_curves
 from megatron_d3.errors import ConfigError, D3Error
 from megatron_d3.plots import plot_losses, plot_weights, require_matplotlib
 
-RUNS = ("uniform", "shift", "odm")
+RUNS = ("uniform", "shift", "odm", "d3")
 """The runs, each with a YAML file of its name in the recipe."""
 
 MODEL = "model.args"
@@ -36,7 +37,7 @@ MODEL = "model.args"
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "demo"
 """The recipe in a checkout of the repository."""
 
-_PLOTS = ("weights.png", "losses.png")
+_PLOTS = ("weights.png", "losses.png", "graph.png")
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,11 @@ def draw(demo: Demo) -> tuple[list[RunCurves], list[Path]]:
         the curves of the runs, and the images.
     """
     curves = [read_curves(demo.folder(run) / "d3", name=run) for run in RUNS]
-    weights, losses = (demo.out_dir / name for name in _PLOTS)
+    weights, losses, graph = (demo.out_dir / name for name in _PLOTS)
     plot_weights(curves, weights)
     plot_losses(curves, losses)
-    return curves, [weights, losses]
+    draw_graph(demo.folder("d3") / "d3", None, graph)
+    return curves, [weights, losses, graph]
 
 
 def set_aside(demo: Demo) -> Path | None:

@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subverb; see `megatron-d3 plot --help`."""
     if args.subverb == "graph":
-        return _graph(plan_directory(args.runs[0]), args.round, args.out)
+        draw_graph(plan_directory(args.runs[0]), args.round, args.out)
+        print(args.out)
+        return 0
     curves = _read(args.runs, getattr(args, "window", None))
     if args.subverb == "table":
         print(_json(curves) if args.json else held_out_table(curves))
@@ -67,8 +69,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _graph(folder: Path, round_number: int | None, out: Path) -> int:
-    """Draw the window that begins with a round, or the last one."""
+def draw_graph(folder: Path, round_number: int | None, out: Path) -> None:
+    """Draw the window that begins with a round, or the last one.
+
+    Raises:
+        PlanError: there is none, or nothing is known of it.
+        ConfigError: the image cannot be drawn.
+    """
     if round_number is None:
         stored = stored_arrays(folder)
         if not stored:
@@ -80,8 +87,6 @@ def _graph(folder: Path, round_number: int | None, out: Path) -> int:
         raise PlanError(f"{arrays_path(folder, round_number)}: holds no {' and no '.join(missing)}; "
                         "nothing to draw")
     plot_graph(names_of([folder])[0], _row(folder, round_number), arrays, out)
-    print(out)
-    return 0
 
 
 def _row(folder: Path, round_number: int) -> WindowRow:

@@ -12,6 +12,7 @@ from megatron_d3.cli.demo_runs import RECIPE, RUNS
 from megatron_d3.cli.main import main
 from megatron_d3.config import load_config
 from megatron_d3.plan.reader import PlanReader
+from megatron_d3.plan.windows import read_windows
 
 pytestmark = pytest.mark.mcore
 pytest.importorskip("matplotlib")
@@ -32,7 +33,7 @@ def write_recipe(folder: Path) -> Path:
     for run in RUNS:
         text = (RECIPE / f"{run}.yaml").read_text()
         (folder / f"{run}.yaml").write_text(
-            text.replace("[160,", "[6,"))
+            text.replace("[160,", "[6,").replace("window: 20", "window: 6"))
     return folder
 
 
@@ -51,8 +52,9 @@ def again(folder: Path, *more: str, recipe: Path | None = None) -> int:
 
 
 def test_the_recipes_runs_differ_in_their_mixture_only() -> None:
-    uniform, shift, odm = (load_config(RECIPE / f"{run}.yaml") for run in RUNS)
-    assert uniform.domains == shift.domains == odm.domains
+    uniform, shift, odm, d3 = (load_config(RECIPE / f"{run}.yaml") for run in RUNS)
+    assert uniform.domains == shift.domains == odm.domains == d3.domains
+    assert d3.mix == uniform.mix
     steps = [step for step, _ in shift.mix.params.knots]
     flags = demo_runs._flags(RECIPE / "model.args")
     value = {flag: flags[flags.index(flag) + 1] for flag in
@@ -73,17 +75,20 @@ def test_all_runs_train_on_equal_tokens_and_their_own_mixture(finished: Path) ->
     assert len(weights[0]) == 1 and len(weights[1]) == 2
     assert weights[1][0]["prose"] == weights[1][1]["python"] == pytest.approx(4 / 13)
     # ODM explores uniformly while t <= K ln K, here 13.6 steps; tests/mcore/test_online.py goes on.
-    assert weights[2] == weights[0]
+    assert weights[2] == weights[3] == weights[0]
     mixers = [PlanReader(finished / run / "d3").plan.generations[0].header.config["mix"]["type"]
               for run in RUNS]
-    assert mixers == ["static", "schedule", "odm"]
+    assert mixers == ["static", "schedule", "odm", "static"]
+    rows = [row for row, _, _ in read_windows(finished / "d3/d3")]
+    assert [row.num_units for row in rows] == [6, 6]
+    assert all(row.reason is None and row.reliability is not None for row in rows)
 
 
 def test_the_result_is_printed_and_drawn_again_without_training(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.glob("*/d3/ledger.jsonl")}
-    for name in ("weights.png", "losses.png"):
+    for name in ("weights.png", "losses.png", "graph.png"):
         (finished / name).unlink()
     assert again(finished) == 0
     out, err = capsys.readouterr()
@@ -91,9 +96,10 @@ def test_the_result_is_printed_and_drawn_again_without_training(
     table = out[: out.index("\n\n")].splitlines()
     assert [line.split()[0] for line in table[3:]] == [
         "python", "c", "prose", "stubs", "markup", "data", "unicode", "mean"]
-    assert f"plots: {finished}/weights.png  {finished}/losses.png" in out
+    assert f"plots: {finished}/weights.png  {finished}/losses.png  {finished}/graph.png" in out
     assert "uniform   finished before, reused" in err
     assert (finished / "weights.png").stat().st_size > 10_000
+    assert (finished / "graph.png").stat().st_size > 10_000
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
