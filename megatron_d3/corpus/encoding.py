@@ -69,7 +69,11 @@ class Worker:
         self._settings = settings
         self._encoder = open_settings(settings)
         self._dtype = dtype_for_vocab(self._encoder.vocab_size)
-        self._eod = self._encoder.eod_id if settings.is_appending_eod else None
+        self._typecode = "H" if self._dtype.itemsize == 2 else "i"
+        self._nothing = np.empty(0, self._dtype)
+        self._eod: np.ndarray | None = None
+        if settings.is_appending_eod:
+            self._eod = np.array([self._encoder.eod_id], self._dtype)
 
     def __call__(self, chunk: Chunk) -> Encoded:
         """Return the documents of a chunk as tokens.
@@ -79,16 +83,16 @@ class Worker:
         """
         rows = read_rows(chunk, self._settings.keys)
         pieces = iter(self._encoder.encode([text for texts in rows.texts for text in texts]))
-        # `array` takes a list of ints in a third of the time NumPy needs, and checks its range.
-        tokens = array("H" if self._dtype.itemsize == 2 else "i")
+        tokens: list[np.ndarray] = []
         lengths, counts = array("i"), array("i")
         tally = Tally(num_bytes=rows.num_bytes, num_blank=rows.num_blank, problems=rows.problems)
         scores: list[tuple[float, ...]] = []
         for texts, score in zip(rows.texts, rows.scores, strict=True):
             before = len(lengths)
             for _ in texts:
-                if length := self._append(tokens, next(pieces), chunk):
-                    lengths.append(length)
+                if len(piece := next(pieces)):
+                    tokens.append(self._array(piece, chunk))
+                    lengths.append(len(piece))
             if len(lengths) == before:
                 tally.num_empty += 1
                 if self._settings.empty == "skip":
@@ -99,29 +103,29 @@ class Worker:
             counts.append(len(lengths) - before)
             scores.append(score)
         tally.num_documents, tally.num_sequences = len(counts), len(lengths)
-        tally.num_tokens = len(tokens)
+        tally.num_tokens = sum(lengths)
         tally.num_rows[chunk.span] = chunk.data.count(b"\n")
         return Encoded(
-            tokens=np.array(tokens, self._dtype),
+            tokens=np.concatenate([self._nothing, *tokens]).astype(self._dtype, copy=False),
             lengths=np.array(lengths, "<i4"),
             counts=np.array(counts, "<i4"),
             scores=np.array(scores, "<f8").reshape(len(scores), len(self._settings.keys.scores)),
             tally=tally,
         )
 
-    def _append(self, tokens: array[int], piece: list[int] | np.ndarray, chunk: Chunk) -> int:
+    def _array(self, piece: list[int] | np.ndarray, chunk: Chunk) -> np.ndarray:
+        """Return the tokens of a text as an array, not necessarily of the corpus's dtype."""
         if isinstance(piece, np.ndarray):
-            tokens.frombytes(piece.astype(self._dtype, copy=False).tobytes())
-            return len(piece)
+            return piece
         try:
-            tokens.fromlist(piece)
+            # `array` takes a list of ints in a third of the time NumPy needs, and checks its range.
+            return np.frombuffer(array(self._typecode, piece), self._dtype)
         except OverflowError as error:
             raise CorpusError(
                 f"{chunk.path}: the tokenizer gives token {max(piece):,}, but its vocabulary of "
                 f"{self._encoder.vocab_size:,} is stored as {self._dtype.name}; "
                 "the tokenizer contradicts itself"
             ) from error
-        return len(piece)
 
 
 class Crew:

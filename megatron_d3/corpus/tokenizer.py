@@ -68,7 +68,8 @@ class Tokenizer:
         # Lists of Python's integers, all that older versions give, cost a tenth of the time.
         how = {"return_type": "numpy"} if hasattr(self._processor, "EncodeAsNumpy") else {}
         ids = self._processor.encode(list(texts), num_threads=num_threads, **how)
-        return [np.asarray(part, self.dtype) for part in ids]
+        dtype = self.dtype
+        return [np.asarray(part, dtype) for part in ids]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of (T,) tokens; special tokens give nothing."""
