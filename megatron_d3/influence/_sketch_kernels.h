@@ -9,8 +9,8 @@
  */
 
 /* sum[j] += x[j], or -x[j] where the bit of global offset p + j is set. */
-INLINE void KERNEL(add_signed)(REAL *restrict sum, const VALUE *restrict x, int64_t count,
-                               uint64_t p, uint64_t key)
+INLINE void KERNEL(add_run)(REAL *restrict sum, const VALUE *restrict x, int64_t count,
+                            uint64_t p, uint64_t key)
 {
     uint64_t number = p >> 6, shift = p & 63, word = hash64(number, key);
     for (int64_t start = 0; start < count; start += 64) {
@@ -28,6 +28,17 @@ INLINE void KERNEL(add_signed)(REAL *restrict sum, const VALUE *restrict x, int6
             for (int j = 0; j < (int)(count - start); j++)
                 to[j] += FLIP(LOAD(from[j]), (WORD)(bits >> j) << SIGN);
     }
+}
+
+/* The same, first up to a multiple of 64 bytes, so that no store of the rest crosses a cache line. */
+INLINE void KERNEL(add_signed)(REAL *restrict sum, const VALUE *restrict x, int64_t count,
+                               uint64_t p, uint64_t key)
+{
+    int64_t lead = (int64_t)(-((uintptr_t)sum / sizeof(REAL)) % (64 / sizeof(REAL)));
+    lead = lead < count ? lead : count;
+    if (lead > 0)
+        KERNEL(add_run)(sum, x, lead, p, key);
+    KERNEL(add_run)(sum + lead, x + lead, count - lead, p + (uint64_t)lead, key);
 }
 
 static void KERNEL(flush)(REAL *restrict sum, double *restrict out, int64_t dim)

@@ -47,7 +47,7 @@ try:
 except ImportError:  # built without a C compiler: PyTorch, the same up to rounding
     _compiled = None
 
-SEGMENT = 1 << 22
+SEGMENT = 1 << 23
 """Elements that a thread on a CPU sums apart from the rest; these sums are added in order. A part of
 the rounding: the same for any number of threads."""
 
@@ -128,10 +128,9 @@ class HashedSketch:
         keys = self._keys[shard.name]
 
         def sketch(segment: Shard) -> torch.Tensor:
-            piece = values[segment.local_start : segment.local_stop]
             if _compiled is None or values.is_cuda:
-                return KERNELS[self._kind](piece, segment.moved(0), self.dim, keys)
-            return _run_compiled(self._kind, piece, segment.moved(0), self.dim, keys)
+                return KERNELS[self._kind](values, segment, self.dim, keys)
+            return _run_compiled(self._kind, values, segment, self.dim, keys)
 
         if values.is_cuda:
             yield sketch(shard)
@@ -149,9 +148,11 @@ def _run_compiled(
 ) -> torch.Tensor:
     """Do what `KERNELS[kind]` does, in C and without the GIL."""
     if values.dtype == torch.bfloat16:
-        array = values.view(torch.int16).numpy()  # NumPy has no bfloat16; C knows it by its size
-    else:
-        array = (values.to(torch.float32) if values.dtype == torch.float16 else values).numpy()
+        values = values.view(torch.int16)  # NumPy has no bfloat16; C knows it by its size
+    elif values.dtype == torch.float16:
+        values = values[shard.local_start : shard.local_stop].to(torch.float32)
+        shard = shard.moved(0)
+    array = values.numpy()
     runs = (shard.global_start, shard.num_runs, shard.run_length, shard.global_stride,
             shard.local_start, shard.local_stride)
     out = np.zeros(dim)
