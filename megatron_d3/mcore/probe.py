@@ -106,6 +106,7 @@ class Probe:
         """Put training aside and give a source of measurements; collective over all ranks."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(untouched_rng())
+            stack.enter_context(_kept_buffers(self.chunks))
             stack.enter_context(self._gathered_parameters())
             stack.enter_context(self._without_synchronisation())
             if self.settings.has_dropout:
@@ -258,6 +259,18 @@ class _ForwardStep:
 
 def _collated(batches: list[list[Fields]]) -> Iterator[Fields]:
     return (default_collate(batch) for batch in batches)
+
+
+@contextlib.contextmanager
+def _kept_buffers(chunks: Sequence[Any]) -> Iterator[None]:
+    """Restore what modules note in passing, such as a router its tokens per expert."""
+    buffers = [b for model in unwrap_model(list(chunks)) for b in model.buffers()]
+    before = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        for buffer, kept in zip(buffers, before, strict=True):
+            buffer.copy_(kept)
 
 
 @contextlib.contextmanager

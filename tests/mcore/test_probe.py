@@ -79,3 +79,19 @@ def test_every_layout_measures_the_same_and_trains_as_if_it_had_not(
             bound = 1e-4 if "-" in name else 2e-5 if name.startswith("applied") else 1e-6
             error = np.abs(got[known] - wanted[known]).max() / np.abs(wanted).max()
             assert error < bound, f"{name} on rank {rank}: {error:.2g}"
+
+
+def test_a_mixture_of_experts_is_probed_and_its_routers_forget_it(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Routers count tokens per expert for their bias, also while a probe runs."""
+    flags = [*TINY, *BATCH, *blend(tmp_path), "--num-experts", "2", "--moe-router-topk", "1",
+             "--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid",
+             "--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "allgather",
+             "--disable-bias-linear", "--use-distributed-optimizer"]
+    probed_run = run_at(launcher, tmp_path / "probed", flags, 3)
+    plain = run_at(launcher, tmp_path / "plain", flags, 0)
+    assert probed_run.losses() == plain.losses()
+    assert probed_run.grad_norms() == plain.grad_norms()
+    s = probed(probed_run)["projected-1-sgd"]
+    assert np.abs(s).max() > 0
