@@ -165,6 +165,14 @@ class Cluster:
         """Start a node that was powered off."""
         self.run(_SCRIPT, "node", str(node))
 
+    def kill_slurmd(self, node: int) -> None:
+        """Kill Slurm's daemon on a node; its jobs' processes live on."""
+        self.run("pkill", "-9", "-x", "slurmd", node=node)
+
+    def start_slurmd(self, node: int) -> None:
+        """Start Slurm's daemon on a node again."""
+        self.run("slurmd", "-N", f"node{node}", node=node)
+
     def cut(self, node: int) -> None:
         """Pull a node's network cable."""
         self.run("ip", "link", "set", f"cable{node}", "down")
