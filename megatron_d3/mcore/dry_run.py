@@ -43,6 +43,10 @@ def preview(
             f"{num_valid:10,} {weight:8.4f} {epochs:8.3f}  {domain.fingerprint[:12]}")
     lines.append(f"\nfirst segment: positions {segment.start}-{segment.stop - 1} of "
                  f"{header.total_samples:,}, round {segment.round}, step {segment.step}")
+    if config.order is not None:
+        lines.append(
+            f"  (one of the {config.order.params.window} global batches of the first window; which "
+            "comes first is found when the model is there to be measured)")
     counts = np.bincount(segment.domains, minlength=len(domains))
     lines += [f"  {domain.name:20} {count:8,} samples"
               for domain, count in zip(domains, counts, strict=True)]
