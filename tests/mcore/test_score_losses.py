@@ -101,6 +101,14 @@ def test_every_layout_gives_the_plain_losses(
     assert files == {"scored.bin", "scored.idx", "scored.scores.npy", "scored.scores.json"}
 
 
+def test_half_precision_may_be_asked_for(
+    launcher: Launcher, copy: Path, checkpoint: Path, naive: np.ndarray
+) -> None:
+    score(launcher, copy, checkpoint, extra=("--bf16",)).require_success()
+    assert_allclose(losses(copy), naive, rtol=1e-2)
+    assert not np.allclose(losses(copy), naive, rtol=1e-6)
+
+
 def test_an_interrupted_run_goes_on_and_other_settings_are_refused(
     launcher: Launcher, copy: Path, checkpoint: Path, naive: np.ndarray
 ) -> None:
