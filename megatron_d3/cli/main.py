@@ -28,6 +28,7 @@ VERBS: dict[str, str] = {
     "simulate": "megatron_d3.cli.simulate",
     "mix": "megatron_d3.cli.mix",
     "doremi": "megatron_d3.cli.doremi",
+    "d3": "megatron_d3.cli.d3",
     "demo-corpus": "megatron_d3.cli.demo_corpus",
     "tokenize": "megatron_d3.cli.tokenize",
     "score": "megatron_d3.cli.score",

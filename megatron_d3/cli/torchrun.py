@@ -30,7 +30,7 @@ _NUM_SHOWN = 15  # lines of a failed run's log
 # torchrun's own words begin with one of these; what the processes said stands before.
 _AGENT_MARKS = ("torch/distributed/elastic", "torch.distributed.elastic", "torch.multiprocessing")
 # How the entry point says why it refuses; the message may go on for some lines.
-_REFUSAL = re.compile(r"(megatron_d3\.pretrain|megatron-d3 score): (rank \d+: )?")
+_REFUSAL = re.compile(r"(megatron_d3\.pretrain|megatron-d3 (?:score|d3)): (rank \d+: )?")
 _NUM_REFUSAL_LINES = 8
 
 

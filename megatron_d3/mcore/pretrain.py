@@ -96,7 +96,7 @@ def _main(started_at: float, task: Task | None) -> None:
             task(setup, args)
             return
     elif task is not None:
-        raise ConfigError("--d3-config: missing; this needs the configuration of the proxy's run")
+        raise ConfigError("--d3-config: missing; this needs the configuration of the run")
     elif _has_d3_flags(args):
         raise ConfigError("--d3-* flags were given without --d3-config PATH, which they belong to")
 
