@@ -15,26 +15,21 @@ model is `natural`. That is one more run for the first and two more for the seco
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks._study import ENVIRONMENT, Cell, Study, demo_corpus
 from benchmarks._table import print_machine, print_table
 
 MODEL = Path(__file__).with_name("model.args")
 MIXERS = ("uniform", "natural", "odm official", "odm paper", "ado", "reference_loss", "doremi")
 PROXY = "doremi proxy"
 NEEDS = {"reference_loss": "uniform", PROXY: "natural", "doremi": PROXY}
-
-type Cell = tuple[str, int]  # mixer, seed
 
 
 def main() -> None:
@@ -51,8 +46,8 @@ def main() -> None:
     add("--report", action="store_true", help="print the tables of what is finished, run nothing")
     options = parser.parse_args()
     print_machine()
-    os.environ |= {"OMP_NUM_THREADS": "1", "MEGATRON_D3_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    study = Study.prepare(options)
+    os.environ |= ENVIRONMENT
+    study = MixerStudy(options)
     if not options.report:
         study.run(cells(options.only, options.seeds), options.jobs)
     report(study.results, [name for name in MIXERS if name in options.only], options.seeds)
@@ -70,98 +65,39 @@ def cells(mixers: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
     return list(found)
 
 
-@dataclass
-class Study:
-    """A folder of finished and unfinished cells.
+class MixerStudy(Study):
+    """A cell is a mixer and a seed."""
 
-    Attributes:
-        out: the folder.
-        steps: of every run.
-        flags: Megatron's flags that all runs share.
-        domains: the corpus, as in a `--d3-config`.
-        results: a row for each finished cell.
-    """
-
-    out: Path
-    steps: int
-    flags: list[str]
-    domains: dict[str, Any]
-    results: dict[Cell, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def prepare(cls, options: argparse.Namespace) -> Study:
+    def __init__(self, options: argparse.Namespace) -> None:
         """Build the corpus or find it; read what is finished; refuse another recipe's folder."""
-        from megatron_d3.corpus.demo import build_demo_corpus
-
         out = options.out.absolute()
-        corpus = build_demo_corpus(
-            out / "corpus", max_bytes_per_domain=int(options.max_mb_per_domain * 1e6),
-            vocab_size=1024)
-        domains = {
-            d.name: {"paths": [str(out / "corpus" / d.train.prefix)],
-                     "valid_paths": [str(out / "corpus" / d.valid.prefix)]} for d in corpus.domains}
+        corpus, self.domains = demo_corpus(out, options.max_mb_per_domain)
         model = shlex.split(MODEL.read_text(encoding="utf-8"), comments=True)
         batch = int(model[model.index("--global-batch-size") + 1])
-        steps = options.steps
-        flags = [
+        self.steps = steps = options.steps
+        self.flags = [
             *model, "--train-samples", str(steps * batch), "--lr-warmup-samples",
             str(steps * batch // 20), "--eval-interval", str(2 * steps), "--save-interval", str(steps),
             "--eval-iters", str(options.eval_iters), "--tokenizer-type", "SentencePieceTokenizer",
             "--tokenizer-model", str(corpus.tokenizer_model)]
-        recipe = json.dumps({"flags": flags, "corpus": [d.train.hash for d in corpus.domains]})
-        path = out / "recipe.json"
-        if path.exists() and path.read_text() != recipe:
-            raise SystemExit(f"{path}: these runs were made from another recipe or corpus; give "
-                             "another --out")
-        path.write_text(recipe)
-        study = cls(out, steps, flags, domains)
-        if (out / "results.jsonl").exists():
-            for line in (out / "results.jsonl").read_text().splitlines():
-                row = json.loads(line)
-                study.results[row["mixer"], row["seed"]] = row
-        return study
+        super().__init__(out, ("mixer", "seed"), recipe={
+            "flags": self.flags, "corpus": [d.train.hash for d in corpus.domains]})
 
-    def run(self, wanted: Sequence[Cell], jobs: int) -> None:
-        """Run what is not finished, as many at a time as there are jobs."""
-        todo = [cell for cell in wanted if cell not in self.results]
-        if not todo:
-            return
-        from benchmarks import _forked
-
-        _forked.import_megatron()
-        running: dict[int, tuple[Cell, float]] = {}
-        while todo or running:
-            ready = [(name, seed) for name, seed in todo
-                     if name not in NEEDS or (NEEDS[name], seed) in self.results]
-            for cell in ready[:jobs - len(running)]:
-                todo.remove(cell)
-                running[_forked.start(self.arguments(cell), log=self.log(cell))] = (
-                    cell, time.monotonic())
-            pid, status, usage = os.wait4(-1, 0)
-            cell, started_at = running.pop(pid)
-            if status:
-                raise SystemExit(f"{cell} failed; see {self.log(cell)}")
-            self.finish(cell, usage.ru_utime + usage.ru_stime)
-            print(f"{cell[0]}, seed {cell[1]}: {time.monotonic() - started_at:.0f} s, "
-                  f"{len(todo) + len(running)} left", file=sys.stderr, flush=True)
-
-    def save(self, cell: Cell) -> Path:
-        return self.out / f"{cell[0].replace(' ', '-')}-{cell[1]}"
-
-    def log(self, cell: Cell) -> Path:
-        return self.save(cell).with_suffix(".log")
+    def needs(self, cell: Cell) -> Cell | None:
+        """See `Study`."""
+        needed = NEEDS.get(str(cell[0]))
+        return None if needed is None else (needed, cell[1])
 
     def arguments(self, cell: Cell) -> list[str]:
-        """Write the cell's configuration and return the flags of its run."""
-        save = self.save(cell)
-        config = save.with_suffix(".yaml")
-        config.write_text(json.dumps({"domains": self.domains, "mix": self.mix(cell)}, indent=1))
-        return [*self.flags, "--seed", str(cell[1]), "--save", str(save), "--load", str(save),
+        """See `Study`."""
+        save = str(self.folder(cell))
+        config = self.config(cell, {"domains": self.domains, "mix": self.mix(cell)})
+        return [*self.flags, "--seed", str(cell[1]), "--save", save, "--load", save,
                 "--d3-config", str(config)]
 
     def mix(self, cell: Cell) -> dict[str, Any]:
         """Return the entry `mix`; a warm-up of a twentieth of the run where there is one."""
-        name, seed = cell
+        name, seed = str(cell[0]), int(cell[1])
         warmup = self.steps // 20
         if name == "reference_loss":
             losses = self.results["uniform", seed]["loss"]
@@ -175,31 +111,29 @@ class Study:
             "odm paper": {"type": "odm", "variant": "paper", "warmup_steps": warmup},
             "ado": {"type": "ado", "ignore_steps": warmup, "start_step": 2 * warmup,
                     "fit_steps": warmup},
-            PROXY: {"type": "doremi", "reference": str(self.save(("natural", seed)))},
+            PROXY: {"type": "doremi", "reference": str(self.folder(("natural", seed)))},
         }
         return others[name]
 
-    def finish(self, cell: Cell, processor_seconds: float) -> None:
-        """Read what the cell came to from its plan, and note it."""
+    def read(self, cell: Cell) -> dict[str, Any]:
+        """See `Study`: losses and shares by domain, and what a proxy found."""
         from megatron_d3.cli.doremi_result import read_proxy
         from megatron_d3.curves import last_held_out, read_curves
 
-        last = last_held_out([read_curves(self.save(cell) / "d3", name=cell[0])])
-        row = {
-            "mixer": cell[0], "seed": cell[1], "steps": self.steps,
-            "processor_seconds": round(processor_seconds, 1),
+        plan = self.folder(cell) / "d3"
+        last = last_held_out([read_curves(plan, name=str(cell[0]))])
+        row: dict[str, Any] = {
+            "steps": self.steps,
             "loss": dict(zip(last.domains, last.losses[:, 0].tolist(), strict=True)),
             "share": dict(zip(last.domains, last.shares[:, 0].tolist(), strict=True))}
         if cell[0] == PROXY:
-            found = read_proxy(self.save(cell) / "d3")
+            found = read_proxy(plan)
             row["alpha_mean"] = dict(zip(found.names, found.mean.tolist(), strict=True))
-        with (self.out / "results.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.results[cell] = row
+        return row
 
 
 def report(
-    results: dict[Cell, dict[str, Any]], mixers: Sequence[str], seeds: Sequence[int]
+    results: Mapping[Cell, dict[str, Any]], mixers: Sequence[str], seeds: Sequence[int]
 ) -> None:
     """Print a table of losses and one of shares, over the seeds that are finished."""
     rows, by_domain, shares = [], [], []
@@ -233,7 +167,7 @@ def report(
 
 
 def values(
-    results: dict[Cell, dict[str, Any]], name: str, seeds: Sequence[int], key: str
+    results: Mapping[Cell, dict[str, Any]], name: str, seeds: Sequence[int], key: str
 ) -> np.ndarray:
     """Return (seeds, K)."""
     return np.array([list(results[name, seed][key].values()) for seed in seeds])
