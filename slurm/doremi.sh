@@ -22,7 +22,7 @@ set -euo pipefail
 STEPS=${STEPS:-reference proxy final}
 DEVICE=${DEVICE:-cuda}                   # cpu: a dry run; then also --gpus-per-node=0
 NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}} # ranks on each node
-VENV=${VENV:-.venv}                      # a virtual environment, or empty: what is on the PATH
+VENV=${VENV-.venv}                       # a virtual environment, or empty: what is on the PATH
 
 file=${1:-}
 [ -f "$file" ] || { echo "usage: slurm/doremi.sh doremi.yaml [options of sbatch]" >&2; exit 2; }

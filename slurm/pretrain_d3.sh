@@ -33,7 +33,7 @@ SAVE_INTERVAL=${SAVE_INTERVAL:-500} # steps between two checkpoints
 EVAL_INTERVAL=${EVAL_INTERVAL:-500} # steps between two evaluations
 DEVICE=${DEVICE:-cuda}              # cpu: a dry run over gloo; then also sbatch --gpus-per-node=0
 NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}} # ranks on each node
-VENV=${VENV:-.venv}                 # a virtual environment, or empty: what is on the PATH
+VENV=${VENV-.venv}                  # a virtual environment, or empty: what is on the PATH
 CONTAINER=${CONTAINER:-}            # an image for Pyxis, in place of VENV
 MOUNTS=${MOUNTS:-}                  # more directories for the container: /data:/data,...
 LOGS=${LOGS:-}                      # default RUN/logs; elsewhere, a full disk can still be reported

@@ -17,7 +17,7 @@
 # Exit codes: 0 written; 1 refused; 2 MPI does not see its ranks, or a setting is wrong.
 set -euo pipefail
 
-VENV=${VENV:-.venv}
+VENV=${VENV-.venv}
 MPI_TYPE=${MPI_TYPE:-pmi2}
 
 [ -n "${SLURM_JOB_ID:-}" ] || { echo "slurm/reorder_index.sh: start it with sbatch" >&2; exit 2; }

@@ -15,7 +15,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = CHECKOUT / "slurm" / "pretrain_d3.sh"
 PRESETS = CHECKOUT / "examples" / "models"
 
-_SETTING = r"^{name}=\$\{{{name}:-[^}}]*\}}+(?= )"
+_SETTING = r"^{name}=\$\{{{name}:?-[^}}]*\}}+(?= )"
 _END_OF_SETTINGS = "# --- everything else follows"
 
 

@@ -58,7 +58,7 @@ def test_a_dry_run_asks_for_no_gpu(config: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_every_setting_of_the_script_can_be_filled() -> None:
-    names = re.findall(r"^([A-Z_]+)=\$\{\1:-", SCRIPT.read_text(), re.MULTILINE)
+    names = re.findall(r"^([A-Z_]+)=\$\{\1:?-", SCRIPT.read_text(), re.MULTILINE)
     text = filled(dict.fromkeys(names, "v a"), {})
     assert [line for line in changed(text) if line.endswith("='v a'")] == [
         f"{name}='v a'" for name in names]

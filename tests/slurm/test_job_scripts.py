@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ROOT, Cluster
+from tests.slurm.cluster import ROOT, SYSTEM_PATH, Cluster
 from tests.slurm.jobs import TRACKER, Job
 
 pytestmark = pytest.mark.slurm
@@ -65,7 +65,8 @@ def test_a_crash_after_a_checkpoint_is_requeued_until_the_run_is_stopped(
     cluster: Cluster, shared: Path
 ) -> None:
     job = prepare(cluster, shared / "crashes", MISCHIEF="crash-later").submit()
-    stopped = prepare(cluster, shared / "stopped").submit()
+    stopped = prepare(cluster, shared / "stopped", VENV="")  # what is on the PATH
+    stopped.with_environment(PATH=f"{stopped.folder}/.venv/bin:{SYSTEM_PATH}").submit()
     stopped.wait_for_text("from 0", 20)
     (stopped.run / "STOP").touch()
     cluster.wait_until(lambda: stopped.step() >= 10, 20, "a checkpoint")
