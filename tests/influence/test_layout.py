@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import doctest
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_d3.influence import layout as module
 from megatron_d3.influence.layout import (
     Layout,
     Shard,
@@ -34,6 +37,10 @@ def slices(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int, int]:
     dim = draw(st.integers(0, len(shape) - 1))
     start = draw(st.integers(0, shape[dim]))
     return shape, dim, start, draw(st.integers(start, shape[dim]))
+
+
+def test_the_examples_in_the_text_are_true():
+    assert doctest.testmod(module).failed == 0
 
 
 def test_a_whole_tensor_is_one_run():
