@@ -10,6 +10,8 @@ survive a fork.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -21,6 +23,8 @@ from pathlib import Path
 
 PRETRAIN = "megatron_d3.mcore.pretrain:main"
 STORE_LOSSES = "megatron_d3.mcore.store_losses:main"
+
+_PR_SET_PDEATHSIG = 1
 
 
 def import_megatron() -> None:
@@ -84,6 +88,8 @@ def _call(entry: str, setup: Callable[[], None]) -> None:
 def _child(arguments: Sequence[str], log: Path, port: int, main: Callable[[], None]) -> None:
     code = 1
     try:
+        with contextlib.suppress(OSError, AttributeError):  # Linux: end with the parent
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
