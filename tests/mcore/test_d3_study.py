@@ -93,7 +93,7 @@ def test_a_study_compares_estimators_and_solvers_and_leaves_the_run_alone(
 def test_a_run_without_an_order_or_a_plan_can_be_looked_at_under_another_layout(
     launcher: Launcher, corpora: Path, tmp_path: Path, trained: tuple[Path, Path]
 ) -> None:
-    """Also: Adam's steps of a fitting size, the checkpoint at the end of a shorter run, defaults."""
+    """Also with the default number of probe sequences."""
     _, save = trained
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -101,18 +101,18 @@ def test_a_run_without_an_order_or_a_plan_can_be_looked_at_under_another_layout(
         if path.name != "d3":
             (bare / path.name).symlink_to(path)
     config = write_config(corpora / "bare.yaml")
-    order = "order={type: d3, window: 4, sketch: {type: none}, gamma: 0.0005}"
+    order = "order={type: d3, window: 4, sketch: {type: none}, gamma: 0.05}"
     run = study(
         launcher, tmp_path / "run", ["--units", "4", "--estimators", "exact"],
-        [*arguments(config, bare, steps=20), "--pipeline-model-parallel-size", "2",
+        [*arguments(config, bare, steps=16), "--ckpt-step", "6", "--pipeline-model-parallel-size", "2",
          "--d3-set", order])
     run.require_success()
     found = result(tmp_path / "run")
-    assert (found["iteration"], found["plan"]) == (16, None)
+    assert (found["iteration"], found["plan"]) == (6, None)
     assert not (bare / "d3").exists()
-    adam = found["steps"][1]
-    rows = {row["name"]: row for row in adam["estimators"]}
-    assert adam["judge"]["reliability"] > 0.9
+    sgd = found["steps"][0]
+    rows = {row["name"]: row for row in sgd["estimators"]}
+    assert sgd["judge"]["reliability"] > 0.9
     assert rows["exact"]["regret"] < 0.1
     assert rows["projected"]["num_sequences"] == 8
 
@@ -127,7 +127,7 @@ def test_a_run_without_an_order_or_a_plan_can_be_looked_at_under_another_layout(
     ([], ["--ckpt-step", "5"], "iter_0000005; expected"),
     ([], ["--hidden-size", "64"], "is of a model with hidden_size 32, the flags say 64"),
     ([], ["--skip-train"], "--skip-train: not possible with d3 study"),
-    (["--units", "4"], ["--ckpt-step", "12", "--d3-set", "order.gamma=lr", "--lr", "0", "--min-lr", "0"],
+    ([], ["--finetune", "--lr-warmup-iters", "4", "--d3-set", "order.gamma=lr"],
      "d3.order.gamma: lr, but the learning rate is 0 at this checkpoint"),
 ], ids=["too-many", "too-few", "estimator", "checkpoint", "step", "shape", "no-optimizer", "gamma"])
 def test_what_cannot_be_studied_is_refused(
