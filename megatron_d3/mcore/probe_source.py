@@ -17,7 +17,7 @@ from megatron.core import mpu
 
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence.layout import Shard
-from megatron_d3.influence.sketch_hash import hash64, make_key, sign_bits
+from megatron_d3.influence.sketch_hash import hash64, make_key, random_signs
 from megatron_d3.influence.source import Loss
 from megatron_d3.mcore.step_root import step_root
 
@@ -188,10 +188,11 @@ class MegatronSource:
         for gradient, shards in zip(self.gradients, self.layout.tensors, strict=True):
             signs = torch.empty(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
             for shard in shards:
-                bits = sign_bits(
-                    _offsets(shard, signs.device), make_key(shard.name, probe, "rademacher"))
-                _runs(signs, shard, as_view=True).copy_(
-                    (1 - 2 * bits).view(shard.num_runs, shard.run_length))
+                key = make_key(shard.name, probe, "rademacher")
+                runs = _runs(signs, shard, as_view=True)  # (R, r)
+                for run, values in enumerate(runs):
+                    start = shard.global_start + run * shard.global_stride
+                    values.copy_(random_signs(start, start + shard.run_length, key, values.device))
             yield signs.view(gradient.shape)
 
     def step_root(self) -> Vector | None:
