@@ -129,14 +129,17 @@ def test_ranks_launchers_and_nodes_die_and_the_run_goes_on(
         return next(node for node in range(1, cluster.num_nodes + 1)
                     if f"node{node}" != other_than and cluster.pids(node, "forking_torchrun"))
 
+    def launcher_on(node: int) -> int:
+        return min(cluster.pids(node, "bin/python.*forking_torchrun"))
+
     reach(0, 4)
     node = node_with_ranks()
-    rank = max(cluster.pids(node, "forking_torchrun"))
-    cluster.kill(node, rank)
+    ranks = cluster.run("pgrep", "-P", str(launcher_on(node)), node=node).split()
+    cluster.kill(node, int(ranks[-1]))
     job.gate(7)
     batch_host = reach(1, 7)
-    launcher = node_with_ranks(other_than=batch_host)
-    cluster.kill(launcher, min(cluster.pids(launcher, "bin/python.*forking_torchrun")))
+    node = node_with_ranks(other_than=batch_host)
+    cluster.kill(node, launcher_on(node))
     job.gate(10)
     batch_host = reach(2, 10)
     lost = node_with_ranks(other_than=batch_host)
