@@ -21,10 +21,10 @@ from megatron_d3.plan.files import write_atomically
 NAME = "d3"
 HELP = "compare D3's estimators and solvers with exact look-ahead at a checkpoint"
 EXAMPLE = """\
-torchrun --nproc-per-node 8 -m megatron_d3 d3 study --out study.json \\
-    -- @model.args --d3-config run.yaml --load runs/a
 megatron-d3 d3 study --num-processes 2 --units 20 --estimators projected,projected:4,exact \\
-    -- @model.args --d3-config run.yaml --load runs/a --ckpt-step 2000"""
+    -- @model.args --d3-config run.yaml --load runs/a --ckpt-step 2000
+torchrun --nproc-per-node 8 -m megatron_d3 d3 study --out study.json \\
+    -- @model.args --d3-config run.yaml --load runs/a"""
 
 _JUDGES = ("look_ahead", "look_ahead_even", "exact")
 _DEFAULT_UNITS = 12
