@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.training import training
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+
+from megatron_d3.mcore.save_failure import require_writable
 
 _SHOULD_EXIT = 3  # index in what train_step returns
 
@@ -41,7 +45,11 @@ def install(hook: StepHook) -> None:
     @functools.wraps(stock_save)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         hook.before_save()
-        return stock_save(*args, **kwargs)
+        try:
+            return stock_save(*args, **kwargs)
+        except (Exception, CheckpointException) as error:
+            require_writable(Path(training.get_args().save), error)
+            raise
 
     @functools.wraps(stock_step)
     def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:

@@ -33,10 +33,14 @@ def explained(path: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "check the path")
         raise PlanError(
-            f"{path}: cannot {doing} the plan: {error.strerror or error}; {advice}, or put the plan "
+            f"{path}: cannot {doing} the plan: {error.strerror or error}; {advice_on(error)}, or put the plan "
             "elsewhere with --d3-plan-dir, and resume from the last checkpoint") from error
+
+
+def advice_on(error: OSError) -> str:
+    """Say in a few words what to do about a file that cannot be written."""
+    return _ADVICE.get(error.errno or 0, "check the path")
 
 
 def is_there(path: Path) -> bool:

@@ -260,7 +260,10 @@ def _create(directory: Path, number: int, life: Life) -> bool:
     aside = lives_of(directory) / f"{life.host}-{life.pid}.tmp"
     path = _path(directory, number)
     with explained(directory, "claim"):
-        aside.write_bytes(_text(life, _RUNNING))
+        with open(aside, "wb") as file:
+            file.write(_text(life, _RUNNING))
+            file.flush()
+            os.fsync(file.fileno())  # after a power failure it must still say who it was
         try:
             os.link(aside, path)  # whole, or not at all; also on NFS
         except FileExistsError:
