@@ -67,6 +67,7 @@ def central_difference(
 def measure() -> None:
     """Write this rank's parts of H z."""
     from megatron.core import parallel_state
+
     from tests.mcore import recorder
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
