@@ -24,6 +24,7 @@ from megatron_d3.errors import PlanError
 from megatron_d3.mcore.position_ring import PositionRing
 from megatron_d3.mcore.reference_model import ReferenceModel
 from megatron_d3.mix.doremi import DoReMi, token_coefficients
+from megatron_d3.plan.dealing import indices_of_rank
 
 type Samples = Dataset[dict[str, torch.Tensor]]
 
@@ -59,12 +60,10 @@ class LocalBatch:
 
 
 def local_positions(size: int, micro_batch_size: int) -> np.ndarray:
-    """Return (M, B) which of a global batch's samples this data-parallel rank trains on.
-
-    Megatron's sampler deals them in turns: micro-batch m of rank r holds (m * dp + r) * mbs + [0, mbs).
-    """
-    dp_size, dp_rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-    return np.arange(size).reshape(-1, dp_size, micro_batch_size)[:, dp_rank]
+    """Return (M, B) which of a global batch's samples this data-parallel rank trains on."""
+    return indices_of_rank(
+        size, micro_batch_size, dp_size=mpu.get_data_parallel_world_size(),
+        dp_rank=mpu.get_data_parallel_rank())
 
 
 class ReferenceLosses(Protocol):

@@ -5,6 +5,7 @@
                        +------------------------ observe ------------------------------+
 
     batch_schedule.py  samples per training step
+    dealing.py         which rank trains on which position
     apportion.py       weights into a sequence of domains, never more than about 1 sample off
     segment.py         the positions of one round, and their hash
     state.py           `DeciderState`: all that a decision depends on besides the settings
