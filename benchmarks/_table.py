@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,6 +20,12 @@ def print_machine() -> None:
     load = os.getloadavg()[0]
     print(f"{os.cpu_count()} CPUs ({platform.machine()}), load {load:.1f}, Python "
           f"{platform.python_version()}, {', '.join(found)}\n", flush=True)
+
+
+def processor_seconds() -> float:
+    """Return processor time used so far, by this process and by children it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

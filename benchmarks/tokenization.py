@@ -5,7 +5,8 @@
 The text is Python code as `.jsonl`, a document every 2,000 characters, and a SentencePiece model
 trained on a part of it. "Library alone" is the same number of processes that do nothing but call
 SentencePiece on texts in memory. Times of the two programs are those of whole processes; Megatron's
-is also given as it prints it itself, without its start.
+is also given as it prints it itself, without its start. Processor time, of all processes together,
+suffers less from other work on the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks._table import print_machine, print_table
+from benchmarks._table import print_machine, print_table, processor_seconds
 from megatron_d3.corpus.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -43,57 +44,62 @@ def make_text(folder: Path, num_bytes: int) -> list[str]:
     return texts
 
 
-def encode_alone(model: str, source: str, number: int, workers: int) -> tuple[int, float]:
-    """Return tokens and seconds of one process that only encodes its share."""
+def encode_alone(
+    model: str, source: str, number: int, workers: int
+) -> tuple[int, float, float]:
+    """Return tokens, seconds and processor seconds of one process that only encodes its share."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     with open(source, encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file][number::workers]
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     count = sum(len(ids) for ids in processor.encode(texts, num_threads=1))
-    return count, time.perf_counter() - start
+    return count, time.perf_counter() - start, time.process_time() - used
 
 
-def time_library(folder: Path, workers: int) -> tuple[int, float]:
-    """Return all tokens and the seconds of the slowest process."""
+def time_library(folder: Path, workers: int) -> tuple[int, float, float]:
+    """Return all tokens, the seconds of the slowest process and the processor seconds of all."""
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         jobs = [
             (str(folder / "sp.model"), str(folder / "a.jsonl"), number, workers)
             for number in range(workers)
         ]
         found = pool.starmap(encode_alone, jobs, chunksize=1)
-    return sum(count for count, _ in found), max(seconds for _, seconds in found)
+    counts, seconds, used = zip(*found, strict=True)
+    return sum(counts), max(seconds), sum(used)
 
 
-def time_ours(folder: Path, workers: int) -> float:
-    """Return seconds of the verb as a process."""
+def time_ours(folder: Path, workers: int) -> tuple[float, float]:
+    """Return seconds and processor seconds of the verb as a process."""
     words = ["-m", "megatron_d3.cli.main", "tokenize", "--input", folder / "a.jsonl",
              "--output-prefix", folder / "ours", "--tokenizer-type", "sentencepiece",
              "--tokenizer-model", folder / "sp.model", "--append-eod", "--overwrite",
              "--workers", workers]  # fmt: skip
-    start = time.perf_counter()
+    start, used = time.perf_counter(), processor_seconds()
     subprocess.run([sys.executable, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, processor_seconds() - used
 
 
-def time_megatron(folder: Path, workers: int, checkout: Path, count: int) -> tuple[float, float]:
-    """Return seconds of Megatron's script as a process, and by its own last line."""
+def time_megatron(
+    folder: Path, workers: int, checkout: Path, count: int
+) -> tuple[float, float, float]:
+    """Return seconds and processor seconds of Megatron's script, and seconds by its last line."""
     words = [checkout / "tools/preprocess_data.py", "--input", folder / "a.jsonl",
              "--output-prefix", folder / "theirs", "--tokenizer-type", "GPTSentencePieceTokenizer",
              "--tokenizer-model", folder / "sp.model", "--append-eod", "--workers", workers,
              "--log-interval", 1000]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(checkout), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    start = time.perf_counter()
+    start, used = time.perf_counter(), processor_seconds()
     done = subprocess.run(
         [sys.executable, *map(str, words)], env=env, capture_output=True, text=True, check=True
     )
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, processor_seconds() - used
     rate = float(re.findall(r"\(([\d.]+) docs/s", done.stderr)[-1])
     for suffix in (".bin", ".idx"):
         theirs = (folder / f"theirs_text_document{suffix}").read_bytes()
         assert theirs == (folder / f"ours{suffix}").read_bytes(), "the files differ"
-    return seconds, count / rate
+    return seconds, used, count / rate
 
 
 def main() -> None:
@@ -108,21 +114,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = make_text(folder, args.megabytes * 10**6)
-        num_tokens, library = time_library(folder, args.workers)
+        num_tokens, library, library_used = time_library(folder, args.workers)
         num_tokens += len(texts)  # ends of documents, the library gives none
-        timed = [("megatron-d3 tokenize", time_ours(folder, args.workers)),
-                 ("the library alone", library)]  # fmt: skip
+        timed: list[tuple[str, float, float | None]] = [
+            ("megatron-d3 tokenize", *time_ours(folder, args.workers)),
+            ("the library alone", library, library_used),
+        ]
         if args.megatron:
-            whole, own = time_megatron(folder, args.workers, Path(args.megatron), len(texts))
-            timed += [("Megatron's preprocess_data.py", whole),
-                      ("the same, without its start", own)]  # fmt: skip
+            whole, used, own = time_megatron(
+                folder, args.workers, Path(args.megatron), len(texts))
+            timed += [("Megatron's preprocess_data.py", whole, used),
+                      ("the same, without its start", own, None)]  # fmt: skip
         vocab_size = Tokenizer(folder / "sp.model").vocab_size
     ours = timed[0][1]
     print(f"{len(texts):,} documents, {num_tokens:,} tokens, vocabulary {vocab_size:,}, "
           f"{args.workers} workers\n")  # fmt: skip
-    rows = [[what, f"{seconds:.1f} s", f"{num_tokens / seconds:,.0f}", f"{seconds / ours:.2f}"]
-            for what, seconds in timed]  # fmt: skip
-    print_table(["", "time", "tokens/s", "time / ours"], rows)
+    rows = [[what, f"{seconds:.1f} s", f"{num_tokens / seconds:,.0f}", f"{seconds / ours:.2f}",
+             "" if used is None else f"{used:.1f} s"]
+            for what, seconds, used in timed]  # fmt: skip
+    print_table(["", "time", "tokens/s", "time / ours", "processor"], rows)
 
 
 if __name__ == "__main__":
