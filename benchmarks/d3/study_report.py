@@ -48,6 +48,9 @@ def report(
             ("order", "reliability", "curl", "cost found", "row sums", "stored", "probing / run",
              "processor time / stored", "held-out of stored in that time", "less that"), costs)
         along(found)
+    for index, what in enumerate(("online loss", "held-out loss at the end")):
+        print(f"### {what}, less the stored order's\n")
+        by_setting(results, settings, arms, index)
     print("### All settings together (the interval is over settings and seeds)\n")
     print_table(("order", "pairs", "online", "held-out, end", "held-out, midway"), [
         (arm, len(pairs), *(interval(column) for column in np.array(pairs).T))
@@ -63,6 +66,24 @@ def require_same_units(results: Mapping[Cell, dict[str, Any]]) -> None:
         first = seen.setdefault((setting, seed), row["units"])
         if first != row["units"]:
             raise SystemExit(f"{setting}, {arm}, seed {seed}: other samples than the other arms")
+
+
+def by_setting(
+    results: Mapping[Cell, dict[str, Any]], settings: Sequence[str], arms: Sequence[str], index: int
+) -> None:
+    """Print one difference (see `differences`) of all arms, a column a setting."""
+    rows = []
+    for arm in arms:
+        cells = []
+        for setting in settings:
+            pairs = [(row, results[setting, STORED, seed])
+                     for (name, other, seed), row in sorted(results.items())
+                     if (name, other) == (setting, arm) and (setting, STORED, seed) in results]
+            values = np.array([differences(*pair)[index] for pair in pairs])
+            cells.append(f"{interval(values, 3)} ({len(pairs)})" if pairs else "")
+        if arm not in (STORED, LONGER) and any(cells):
+            rows.append([arm, *cells])
+    print_table(("order (seeds)", *settings), rows)
 
 
 def token_mean_gap(results: Mapping[Cell, dict[str, Any]]) -> float:
