@@ -16,8 +16,8 @@ _LOOK_AHEAD_NOTE = (
     "regrets are rounding: raise d3.order.gamma, or take --judge exact. If they are too large, no "
     "curvature tells what they do: lower d3.order.gamma")
 _HALVES_NOTE = (
-    "two halves of the judge's sequences agree to {:.2f} only: regrets are mostly its noise; look at "
-    "larger global batches or a larger d3.order.difference")
+    "two halves of the judge's sequences agree to {:.2f} only: S hangs on single sequences, or on the "
+    "precision of the weights")
 
 _ESTIMATOR_HEAD = ("estimator", "sequences", "gradients", "forwards", "seconds", "regret",
                    "reliability", "curl")

@@ -165,9 +165,8 @@ def _load(args: argparse.Namespace) -> tuple[list[Any], Any]:
 
 
 def _next_units(setup: Any, args: argparse.Namespace, job: StudyJob) -> NextUnits:
-    directories = [setup.args.plan_dir]
-    if setup.args.load_plan_dir is not None:
-        directories.append(setup.args.load_plan_dir)
+    # The plan beside the checkpoint first: --save may be the place of another run to come.
+    directories = [d for d in (setup.args.load_plan_dir, setup.args.plan_dir) if d is not None]
     checkpoint = Checkpoint(args.iteration, args.consumed_train_samples)
     return collective.on_rank_0(lambda: next_units(
         directories, setup.header, setup.make_decider, checkpoint=checkpoint,

@@ -86,7 +86,9 @@ def test_a_study_compares_estimators_and_solvers_and_leaves_the_run_alone(
     assert sgd["exact"] < 0.1
     assert sgd["exact"] < sgd["order of the plan"]  # what a first order, S = 0, leaves; noise has 1
     assert "judge: look_ahead" in first.output
-    study(launcher, tmp_path / "again", words, run_flags).require_success()
+    elsewhere = ["--save", str(tmp_path / "elsewhere")]
+    study(launcher, tmp_path / "again", words, [*run_flags, *elsewhere]).require_success()
+    assert not (tmp_path / "elsewhere").exists()
     assert without_times(result(tmp_path / "again")) == without_times(found)
 
 
