@@ -45,7 +45,7 @@ def filled(
             raise ConfigError(f"{script}: has no setting {name}")
         text = _put(text, found, f"{name}={shlex.quote(value)}")
     for name, value in options.items():
-        line = f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}"
+        line = f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
         found = re.search(rf"^#SBATCH --{re.escape(name)}(=.*)?$", text, re.MULTILINE)
         if found is None:
             line, found = f"{line}\n#SBATCH --requeue", re.search(r"^#SBATCH --requeue$", text,

@@ -43,7 +43,7 @@ def test_the_printed_script_has_everything_filled_in(
     text = capsys.readouterr().out
     assert changed(text) == [
         "#SBATCH --nodes=16", "#SBATCH --time=1-12:00:00",
-        f"#SBATCH --output={tmp_path}/a run/%x-%j.out", f"#SBATCH --chdir={launch.CHECKOUT}",
+        f"#SBATCH --output='{tmp_path}/a run/%x-%j.out'", f"#SBATCH --chdir={launch.CHECKOUT}",
         "#SBATCH --partition=gpu", "#SBATCH --no-kill",
         "MODEL='gpt2-124m tiny'", f"CONFIG={config}", f"RUN='{tmp_path}/a run'",
         f"TOKENIZER={tokenizer}", "CONTAINER=image.sqsh",
