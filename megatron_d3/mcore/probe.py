@@ -133,6 +133,10 @@ class Probe:
     @contextlib.contextmanager
     def _without_synchronisation(self) -> Iterator[None]:
         before = {name: getattr(self._config, name) for name in _ASIDE}
+        # The plain float32 optimizer leaves `grad` pointing into the buffer of `main_grad`: the first
+        # backward pass would add to it there, and the hook once more. A step begins with None too.
+        for parameter in self.parameters:
+            parameter.grad = None
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.callback(chunk.zero_grad_buffer)

@@ -63,6 +63,9 @@ def measure(source: Any) -> dict[str, np.ndarray]:
             take("applied", unit, applied)
             numbers[unit, 7] = source.gradient(unit, 0, NUM_SEQUENCES).mean
             take("there", unit, source.gradients)
+    for unit in source.own_units:
+        source.gradient(unit, 0, NUM_SEQUENCES)
+        take("again", unit, source.gradients)
     found = {name: source.all_sum(array) for name, array in found.items()}
     # Every rank of a group says the same: the mean over the group's ranks.
     size = source.group_sum(np.ones(1))[0]

@@ -81,6 +81,16 @@ def test_every_layout_measures_the_same_and_trains_as_if_it_had_not(
             assert error < bound, f"{name} on rank {rank}: {error:.2g}"
 
 
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]])
+def test_gradients_of_the_step_before_are_no_part_of_a_probe(
+    launcher: Launcher, tmp_path: Path, optimizer: list[str]
+) -> None:
+    flags = [*TINY, "--num-layers", "2", *BATCH, *blend(tmp_path), *optimizer]
+    found = probed(run_at(launcher, tmp_path / "run", flags, 3))
+    for kind in ("rotation", "none"):
+        np.testing.assert_array_equal(found[f"gradient/{kind}"], found[f"again/{kind}"])
+
+
 def test_a_mixture_of_experts_is_probed_and_its_routers_forget_it(
     launcher: Launcher, tmp_path: Path
 ) -> None:
