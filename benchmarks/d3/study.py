@@ -1,6 +1,6 @@
 """Does the order of D3 train better? One small model under every order, with the controls.
 
-    nice python -m benchmarks.d3.study --out runs/d3             # about 25 minutes of one core
+    nice python -m benchmarks.d3.study --out runs/d3             # about 40 minutes of one core
     python -m benchmarks.d3.study --out runs/d3 --report         # the tables again
 
 A cell is a setting (model, optimizer, kind of units), an arm (what orders the windows) and a seed.
