@@ -1,4 +1,4 @@
-"""What a plan costs with 1 to 16,384 data-parallel ranks and 10^3 to 3 * 10^4 domains; no training.
+"""What a plan costs with 1 to 16,384 data-parallel ranks and 100 to 30,000 domains; no training.
 
     python -m benchmarks.scaling                       # all of it, a few minutes of one core
     python -m benchmarks.scaling --stock-ranks 16384   # every rank against Megatron's own sampler
@@ -34,7 +34,7 @@ from megatron_d3.influence.settings import D3Config
 from megatron_d3.plan.apportion import MAX_DOMAINS, is_compiled
 
 RANKS = (1, 64, 1024, 16_384)
-DOMAINS = (1_000, 10_000, 30_000)
+DOMAINS = (100, 1_000, 10_000, 30_000)
 SMALLEST_BATCH = 1024
 KINDS = (("static", "apportion"), ("static", "multinomial"), ("schedule", "multinomial"))
 GOAL = 0.01  # of a step of one second
@@ -50,7 +50,7 @@ def main() -> None:
     print_machine()
     print(f"apportionment: {'compiled' if is_compiled() else 'Python'}; "
           f"at most {MAX_DOMAINS:,} domains: a position names its domain by an int16\n")
-    networks = [*gloo(options.domains), DATACENTRE]
+    networks = [*gloo(), DATACENTRE]
     partition(options.stock_ranks)
     steps = measured(options.domains)
     extras(options.domains)
@@ -64,10 +64,10 @@ def batch_size(num_ranks: int, accumulation: int = 1) -> int:
     return max(SMALLEST_BATCH, num_ranks * accumulation)
 
 
-def gloo(domains: Sequence[int]) -> list[Network]:
+def gloo() -> list[Network]:
     """Time the all-reduce between processes of this machine; first, while torch has no threads."""
     print("measured: all-reduce by gloo between local processes\n")
-    sizes_ = [72, *(reduced_bytes(k) for k in domains)]
+    sizes_ = [72, *(reduced_bytes(k) for k in DOMAINS)]
     networks, rows = [], []
     for num_processes in (2, 4):
         found = _network.measure(num_processes, sizes_)
@@ -79,7 +79,7 @@ def gloo(domains: Sequence[int]) -> list[Network]:
               "(from the best)")
     print()
     print_table(("processes", "bytes", "best ms", "median ms"), rows)
-    return networks[-1:]
+    return networks[-1:]  # four processes: more than one doubling
 
 
 def partition(num_stock_ranks: int) -> None:
