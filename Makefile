@@ -1,6 +1,6 @@
 # Everything from a fresh clone, each target by itself. Needs Python >= 3.12 and a C compiler.
 #
-#   make demo   train one small model on three mixtures of real text, print and draw the result
+#   make demo   train one small model on real text in four ways, print and draw the result
 #   make test   run every test; ARGS='-k resume' runs some
 #   make lint   ruff and mypy
 #   make setup  make .venv (or use the active environment) and install into it

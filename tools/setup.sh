@@ -44,7 +44,8 @@ END
 
 wanted() {
     echo "$PWD $TORCH $EXTRAS"
-    cksum setup.py pyproject.toml tools/setup.sh megatron_d3/plan/_apportion.c
+    cksum setup.py pyproject.toml tools/setup.sh
+    find megatron_d3 -name '*.[ch]' | sort | xargs cksum
 }
 
 if [ -f "$stamp" ] && [ "$(wanted)" = "$(cat "$stamp")" ] && will_do "$VENV/bin/python"; then
