@@ -96,8 +96,9 @@ class EpochCap:
         by_name = (
             max_epochs if isinstance(max_epochs, Mapping) else dict.fromkeys(names, max_epochs)
         )
+        known = set(names)
         for name, epochs in by_name.items():
-            if name not in names:
+            if name not in known:
                 raise ConfigError(f"{WHERE}.{name}: no such domain{did_you_mean(name, names)}")
             if not epochs > 0:
                 raise ConfigError(f"{WHERE}: got {epochs}, expected a number > 0")
