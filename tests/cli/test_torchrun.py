@@ -149,6 +149,8 @@ def test_a_failure_is_told_and_leaves_no_process(
 def test_an_interrupt_leaves_no_process(
     start: Callable[..., None], tmp_path: Path, number: int
 ) -> None:
+    # A shell starts its background jobs with SIGINT ignored: the test would wait for ever.
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     polls_to_come = [1]
 
@@ -158,7 +160,10 @@ def test_an_interrupt_leaves_no_process(
         elif len(pids_in(tmp_path)) == 4:
             polls_to_come.pop()
 
-    with pytest.raises(KeyboardInterrupt):
-        start("sleep", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start("sleep", interrupt)
+    finally:
+        signal.signal(signal.SIGINT, ours)
     assert not any(map(is_alive, pids_in(tmp_path)))
     assert signal.getsignal(signal.SIGTERM) is before
