@@ -128,11 +128,13 @@ def plot_graph(name: str, row: WindowRow, arrays: Mapping[str, np.ndarray], path
         image = axes.imshow(entries, cmap="RdBu_r", vmin=-limit, vmax=limit,
                             interpolation="nearest")
         axes.set(title=f"S, {title}", xlabel="position", ylabel="position")
+        axes.locator_params(integer=True)
     figure.colorbar(image, ax=[left, right], shrink=0.8,
                     label="S: > 0 (red), row had better come before column")
     below.plot(np.arange(len(order)), order, "o", color="tab:blue", markersize=3)
     below.set(xlabel="position in the order found", ylabel="unit, by stored position",
               title="order")
+    below.locator_params(integer=True)
     below.grid(alpha=0.25)
     text.set_axis_off()
     text.text(0.0, 1.0, "\n".join(_window_lines(row)), va="top", family="monospace",
