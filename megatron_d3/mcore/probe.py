@@ -32,7 +32,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch.utils.data import default_collate
 
-from megatron_d3.errors import ProbeError
 from megatron_d3.influence.layout import Layout
 from megatron_d3.mcore.forward_step import get_batch
 from megatron_d3.mcore.parameters import parameter_layout, trained_parameters
@@ -156,10 +155,15 @@ class Probe:
             group. Without `forward_only` every parameter's `main_grad` holds the gradient of the
             mean token loss, complete within the group.
         """
-        size = self.micro_batch_size(stop - start)
-        num_microbatches = (stop - start) // size
+        size = max(n for n in range(1, self.settings.micro_batch_size + 1)
+                   if (stop - start) % n == 0)
         batches = [[samples.read(unit, s) for s in range(first, first + size)]
                    for first in range(start, stop, size)]
+        # An interleaved pipeline wants a multiple of its stages: the rest are blanks that count
+        # nothing.
+        num_stages = mpu.get_pipeline_model_parallel_world_size() if len(self.chunks) > 1 else 1
+        batches += [[_blank(fields) for fields in batches[-1]]] * (-len(batches) % num_stages)
+        num_microbatches = len(batches)
         num_tokens = sum(int(fields["loss_mask"].sum()) for batch in batches for fields in batch)
         losses: list[torch.Tensor] = []
         where = (unit * samples.num_sequences + start, sample_key)
@@ -186,24 +190,6 @@ class Probe:
                     and mpu.get_tensor_model_parallel_rank() == 0)
         total = torch.stack(losses).sum() if is_heard else torch.zeros((), dtype=torch.float64)
         return float(total), num_tokens
-
-    def micro_batch_size(self, num_sequences: int) -> int:
-        """How many sequences go through the model at a time when `num_sequences` are measured.
-
-        Raises:
-            ProbeError: an interleaved pipeline wants as many micro-batches as it has stages, or a
-                multiple.
-        """
-        group = 1
-        if len(self.chunks) > 1:
-            group = mpu.get_pipeline_model_parallel_world_size()
-        for size in range(min(self.settings.micro_batch_size, num_sequences), 0, -1):
-            if num_sequences % (size * group) == 0:
-                return size
-        raise ProbeError(
-            f"d3.order.probe_sequences: {num_sequences} sequences are measured at a time, which do "
-            f"not divide into micro-batches for an interleaved pipeline of {group} stages; choose a "
-            f"multiple of {2 * group}")
 
     def _complete_gradients(self) -> None:
         """Make every `main_grad` the whole gradient of its local parameter."""
@@ -259,6 +245,10 @@ class _ForwardStep:
         self._losses.append(total.detach().double())
         # With two results Megatron multiplies by the context-parallel size: see finalize above.
         return total * self._scale, {}
+
+
+def _blank(fields: Fields) -> Fields:
+    return fields | {"loss_mask": torch.zeros_like(fields["loss_mask"])}
 
 
 def _collated(batches: list[list[Fields]]) -> Iterator[Fields]:

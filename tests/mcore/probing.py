@@ -51,7 +51,7 @@ def measure(source: Any) -> dict[str, np.ndarray]:
         norm = source.dot(source.gradients, source.gradients)
         for total, part in zip(mean, source.gradients, strict=True):
             total += part
-        values += source.gradient(unit, 2, 4)
+        values += source.gradient(unit, 1, 2)
         values += [norm, 0.0]
         numbers[unit] = values
         source.gradient(unit, 0, NUM_SEQUENCES, sample_key=7)
@@ -96,7 +96,8 @@ def influences(source: Any, optimizer: Any) -> dict[str, np.ndarray]:
     cases = [D3Config(estimator=name, difference=sizes.get(name, 3e-3), **common)
              for name in ESTIMATORS]
     cases.append(D3Config(directions=2, difference=3e-3, **common))
-    steps = {"sgd": StepModel(gamma=0.1), "optimizer": StepModel(0.01, clip=0.5, uses_root=True)}
+    # Look-ahead is a difference of float32 losses: with small steps S would be their rounding.
+    steps = {"sgd": StepModel(gamma=3.0), "optimizer": StepModel(0.01, clip=0.5, uses_root=True)}
     found = {}
     for config in cases:
         for step, model in steps.items():
