@@ -110,10 +110,7 @@ class Probe:
             stack.enter_context(self._without_synchronisation())
             if self.settings.has_dropout:
                 stack.enter_context(_evaluating(self.chunks))
-            source = MegatronSource(self, samples.num_units, samples.num_sequences)
-            source.run = lambda *args, **kwargs: self._run(samples, *args, **kwargs)
-            stack.enter_context(source)
-            yield source
+            yield MegatronSource(self, samples)
 
     @contextlib.contextmanager
     def _gathered_parameters(self) -> Iterator[None]:
@@ -144,7 +141,7 @@ class Probe:
                 setattr(self._config, name, value)
             yield
 
-    def _run(
+    def run(
         self, samples: UnitSamples, unit: int, start: int, stop: int, *, forward_only: bool,
         sample_key: int | None = None,
     ) -> tuple[float, int]:

@@ -7,9 +7,8 @@ only ones that live here are the saved weights while they are displaced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from megatron_d3.mcore.step_root import step_root
 
 if TYPE_CHECKING:
     from megatron_d3.influence.source import Direction, Vector
-    from megatron_d3.mcore.probe import Probe
+    from megatron_d3.mcore.probe import Probe, UnitSamples
 
 # Machine epsilon of the matrix products that CUDA may use for float32.
 _TF32_EPS = 2.0**-10
@@ -32,33 +31,24 @@ _BF16_TAIL = 0xFFFF
 
 
 class MegatronSource:
-    """Measures the units of one window. Made by `Probe.measuring`, which sets `run`.
+    """Measures the units of one window. Made by `Probe.measuring`.
 
     Args:
         probe: knows the model.
-        num_units: L.
-        num_sequences: probe sequences of each unit.
+        samples: the sequences that stand for the units.
     """
 
-    def __init__(self, probe: Probe, num_units: int, num_sequences: int) -> None:
+    def __init__(self, probe: Probe, samples: UnitSamples) -> None:
+        num_units = samples.num_units
         self._probe = probe
         self.layout = probe.layout
         self.num_units = num_units
-        self.num_sequences = num_sequences
+        self.num_sequences = samples.num_sequences
+        self._samples = samples
         group, num_groups = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         # By number, not by rank order: another data-parallel size measures the same units.
         self.own_units = tuple(range(group, num_units, num_groups))
-        self.run: Callable[..., tuple[float, int]]
         self._is_displaced = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert not self._is_displaced, "weights are restored where they were displaced"
 
     @property
     def precision(self) -> float:
@@ -74,13 +64,13 @@ class MegatronSource:
 
     def gradient(self, unit: int, start: int, stop: int, *, sample_key: int | None = None) -> Loss:
         """See `GradientSource`."""
-        total, num_tokens = self.run(
-            unit, start, stop, forward_only=False, sample_key=sample_key)
-        return self._agreed(total, num_tokens)
+        return self._agreed(*self._probe.run(
+            self._samples, unit, start, stop, forward_only=False, sample_key=sample_key))
 
     def loss(self, unit: int, start: int, stop: int) -> Loss:
         """See `GradientSource`."""
-        return self._agreed(*self.run(unit, start, stop, forward_only=True))
+        return self._agreed(*self._probe.run(
+            self._samples, unit, start, stop, forward_only=True))
 
     def _agreed(self, total: float, num_tokens: int) -> Loss:
         """Tell all ranks of the group the loss, which its last stage knows."""

@@ -133,7 +133,7 @@ def poison_a_unit() -> None:
 
     from megatron_d3.mcore.probe import Probe
 
-    stock = Probe._run
+    stock = Probe.run
 
     def run(self: Any, samples: Any, unit: int, *args: Any, **kwargs: Any) -> Any:
         total, num_tokens = stock(self, samples, unit, *args, **kwargs)
@@ -141,4 +141,4 @@ def poison_a_unit() -> None:
             self.parameters[0].main_grad.view(-1)[0] = float("nan")
         return total, num_tokens
 
-    Probe._run = run  # type: ignore[method-assign]
+    Probe.run = run  # type: ignore[method-assign]
