@@ -115,11 +115,13 @@ class D3Config:
     gradients follow each other. `spread`: they stay far apart."""
 
     probe_sequences: Count = 8
-    """Sequences of each unit, its first ones, that stand for it when it is probed. The reliability
-    of S compares the first n // 2 of these n with the rest, so that it needs 2 or more."""
+    """Sequences of each unit that stand for it when it is probed: a random sample in which each of
+    its domains has its share. The reliability of S compares two halves of them that hold the same
+    domains as nearly as possible, so that it needs 2 or more."""
 
     curvature_sequences: Count | None = None
-    """Of the probe sequences, how many are used for curvature; null: all."""
+    """Of the probe sequences, how many are used for curvature, spread over the domains too; null:
+    all."""
 
     every: Count = 1
     """Order each n-th window, from the first on; the others keep the stored order."""

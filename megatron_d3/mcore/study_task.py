@@ -24,6 +24,7 @@ from megatron.training.initialize import set_jit_fusion_options
 
 from megatron_d3.errors import ConfigError
 from megatron_d3.influence.estimators import estimate
+from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.sketch import make_sketch
 from megatron_d3.influence.source import Influence, StepModel
@@ -79,7 +80,11 @@ def compare(setup: Any, args: argparse.Namespace, job: StudyJob) -> Report | Non
     read = _reader(setup, units)
 
     def measure(asked: D3Config, step: StepModel) -> Influence:
-        samples = UnitSamples(job.num_units, asked.probe_sequences, read)
+        places = choose_probes(
+            units.records["domain"], asked.probe_sequences, num_curved=asked.curvature_sequences,
+            seed=[setup.header.seed, args.iteration])
+        samples = UnitSamples(job.num_units, asked.probe_sequences,
+                              lambda unit, sequence: read(unit, int(places[unit, sequence])))
         with probe.measuring(samples) as source:
             return estimate(source, sketch, asked, step)
 

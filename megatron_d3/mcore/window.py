@@ -26,6 +26,7 @@ from megatron_d3.influence.graph import (
     split_half_reliability,
 )
 from megatron_d3.influence.objectives import order_window
+from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.sketch import make_sketch
 from megatron_d3.influence.solvers import solve
@@ -152,13 +153,17 @@ class WindowOrderer:
     def _measure(self, draft: Draft, table_ids: Sequence[int], step: StepModel) -> Influence:
         assert self._probe is not None, "attach() comes before the first window"
         number_of = {table_id: i for i, table_id in enumerate(table_ids)}
+        num_sequences = self.config.probe_sequences
+        places = choose_probes(
+            draft.records["domain"], num_sequences, num_curved=self.config.curvature_sequences,
+            seed=[self._seed, draft.round])
 
         def read(unit: int, sequence: int) -> dict[str, Any]:
-            record = draft.records[unit, sequence]
+            record = draft.records[unit, places[unit, sequence]]
             domain = self._domains[number_of[int(record["domain"])]]
             return self._maker.fields(domain.train_tokens(int(record["sample"])))
 
-        samples = UnitSamples(draft.num_units, self.config.probe_sequences, read)
+        samples = UnitSamples(draft.num_units, num_sequences, read)
         with self._probe.measuring(samples) as source:
             return estimate(source, self._sketch, self.config, step)
 

@@ -127,6 +127,28 @@ def kill_between_probe_and_segment() -> None:
     WindowOrderer.find = find  # type: ignore[method-assign]
 
 
+def note_probed_sequences() -> None:
+    """Write the hashes of each window's probe sequences, (L, n), to a line of probed.jsonl."""
+    from hashlib import blake2b
+
+    from megatron_d3.mcore.probe import Probe
+    from tests.mcore import recorder
+
+    stock = Probe.measuring
+
+    def measuring(self: Any, samples: Any) -> Any:
+        hashes = [[blake2b(fields["tokens"].numpy().tobytes() + fields["labels"].numpy().tobytes(),
+                           digest_size=8).hexdigest()
+                   for fields in (samples.read(unit, s) for s in range(samples.num_sequences))]
+                  for unit in range(samples.num_units)]
+        assert recorder.folder is not None
+        with (recorder.folder / "probed.jsonl").open("a") as file:
+            file.write(json.dumps(hashes) + "\n")
+        return stock(self, samples)
+
+    Probe.measuring = measuring  # type: ignore[method-assign]
+
+
 def poison_a_unit() -> None:
     """Give unit 2 of the window at step 4 (position 32) a gradient that is not a number."""
     from megatron.training import get_args

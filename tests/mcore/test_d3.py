@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.windows import WindowRow, read_arrays, read_windows
 from tests.mcore.launcher import Launcher, Run
-from tests.mcore.plans import expected_samples, flags, flat, plan_bytes, write_config
+from tests.mcore.plans import SEED, expected_samples, flags, flat, plan_bytes, write_config
 
 pytestmark = pytest.mark.mcore
 
@@ -44,7 +46,9 @@ def whole(
     """A run of one process over two windows and a half: its configuration, record and folder."""
     folder = tmp_path_factory.mktemp("whole")
     path = config(corpora, "whole")
-    run = launcher.run(folder / "run", arguments(path, folder / "save")).require_success()
+    run = launcher.run(
+        folder / "run", arguments(path, folder / "save"),
+        setup="tests.mcore.faults:note_probed_sequences").require_success()
     return path, run, folder / "save"
 
 
@@ -71,6 +75,22 @@ def test_windows_are_probed_ordered_and_trained_as_planned(whole: tuple[Path, Ru
     hashes = expected_samples(path, save / "d3")
     assert run.samples() == [hashes[8 * i:8 * i + 8] for i in range(10)]
     assert "d3 window at round 4 | iteration 4 | 4 units | cost relative to random" in run.output
+
+
+def test_a_sample_of_each_unit_is_probed_that_holds_its_domains_in_their_shares(
+    whole: tuple[Path, Run, Path]
+) -> None:
+    path, run, save = whole
+    hashes = np.array(expected_samples(path, save / "d3")[:80]).reshape(10, 8)
+    reader = PlanReader(save / "d3")
+    domains = np.array(reader.stored(0, 80))["domain"].reshape(10, 8)
+    probed = [json.loads(line) for line in (run.folder / "probed.jsonl").read_text().splitlines()]
+    assert [np.shape(window) for window in probed] == [(4, 4), (4, 4), (2, 4)]
+    for row, window in zip(windows(save), probed, strict=True):
+        slots = np.argsort(units(save)[row.round:row.round + row.num_units])  # of each unit
+        chosen = choose_probes(domains[row.round + slots], 4, seed=[SEED, row.round])
+        assert window == np.take_along_axis(hashes[row.round + slots], chosen, 1).tolist()
+    assert np.concatenate(probed).tolist() != hashes[:, :4].tolist()
 
 
 def test_the_same_order_without_probing_trains_digit_for_digit_the_same(
