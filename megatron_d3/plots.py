@@ -152,7 +152,8 @@ def _window_lines(row: WindowRow) -> list[str]:
     lines = ["cost of orders, 1 = random, less is better"]
     lines += [f"  {name:<18} {number(cost, '.3f')}" for name, cost in row.cost.items()]
     lines += ["", f"{'curl':<20} {number(row.curl, '.3f')}",
-              f"{'reliability':<20} {number(row.reliability, '.3f')}", ""]
+              f"{'reliability':<20} {number(row.reliability, '.3f')}",
+              f"{'expected agreement':<20} {number(row.expected_agreement, '.3f')}", ""]
     lines += [f"{name:<20} {number(value, '.3g')} s" for name, value in row.seconds.items()]
     if row.reason is not None:
         lines += ["", *textwrap.wrap(f"trained in the stored order: {row.reason}", 52)]

@@ -119,7 +119,8 @@ def test_the_graph_is_drawn_in_stored_and_in_found_order(tmp_path: Path, drawn: 
     assert [line.split() for line in text.texts[0].get_text().splitlines()] == [
         ["cost", "of", "orders,", "1", "=", "random,", "less", "is", "better"],
         ["found", "0.250"], ["stored", "not", "measured"], [],
-        ["curl", "0.875"], ["reliability", "not", "measured"], [], ["sketch", "0.5", "s"], [],
+        ["curl", "0.875"], ["reliability", "not", "measured"],
+        ["expected", "agreement", "not", "measured"], [], ["sketch", "0.5", "s"], [],
         ["trained", "in", "the", "stored", "order:", "bad", "units:", "2"]]
     assert drawn[0].get_suptitle() == (
         "run: influence of 3 units, window of round 6, from training step 7")

@@ -9,7 +9,8 @@ only their order differs, so arms are compared seed by seed. Units hold all doma
 (mixed), or each one domain, drawn at random (pure). A unit is probed on all its sequences: S is that
 of the very units that are trained on, the best case for the method and a costly one.
 
-The first window keeps its stored order in every arm, since the learning rate is 0 before step 1.
+The first window keeps its stored order in every arm but random, since the learning rate is 0 before
+step 1, and S is measured for that of the moment.
 
 | arm | order of a window |
 |---|---|
@@ -60,7 +61,7 @@ SETTINGS: dict[str, tuple[list[str], bool]] = {  # flags, whether units are of o
 }
 CONTROLS: dict[str, dict[str, Any]] = {
     STORED: {"every": 10**9},
-    "random": {"objective": "random", "probe_sequences": 1},
+    "random": {"objective": "random"},
     "projected": {},
     "reverse": {"objective": "reverse"},
     "group": {"objective": "group"},

@@ -131,7 +131,7 @@ def cost_row(
     ratio = np.mean([row["processor_seconds"] / stored["processor_seconds"]
                      for row, stored in pairs])
     found_in_S = [_mean(pairs, "reliability", ".2f"), _mean(pairs, "curl", ".2f"), *costs]
-    if arm == RANDOM:  # measured on one sequence a unit, since nothing depends on it
+    if arm == RANDOM:  # nothing is measured for it
         found_in_S = [""] * len(found_in_S)
     row = [arm, *found_in_S, f"{share:.0%}", f"{ratio:.2f}"]
     triples = [(run, stored, found[LONGER][run["seed"]]) for run, stored in pairs

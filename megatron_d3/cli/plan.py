@@ -195,13 +195,15 @@ def _generation_line(use: GenerationUse) -> str:
 
 def _windows_line(windows: WindowsUse) -> str:
     costs = ", ".join(f"{name} {cost:.3f}" for name, cost in windows.cost.items())
-    parts = [f"windows measured {windows.num_measured:,}"]
+    parts = [f"windows {windows.num_windows:,}"]
     if costs:
         parts.append(f"mean cost of orders (random 1): {costs}")
     if windows.curl is not None:
         parts.append(f"curl {windows.curl:.3f}")
     if windows.reliability is not None:
         parts.append(f"reliability {windows.reliability:.3f}")
+    if windows.expected_agreement is not None:
+        parts.append(f"expected agreement {windows.expected_agreement:.3f}")
     if windows.num_stored:
         parts.append(f"{windows.num_stored:,} kept the stored order")
     return " | ".join(parts)

@@ -171,12 +171,45 @@ def curl(advantage: np.ndarray) -> float:
     return float(min(np.linalg.norm(rest) / np.linalg.norm(scaled), 1.0))
 
 
+def expected_agreement(reliability: float, num_sequences: int, unit_size: int) -> float:
+    """Return the correlation to expect of S from n of N sequences with S from all N, in [0, 1].
+
+    Spearman and Brown's formula for a finite population. Let S_m, from m sequences of each unit, be
+    what all sequences like these would give, of variance T over the pairs, plus an error of variance
+    s / m. Two halves of n / 2 sequences then correlate with r = T / (T + 2 s / n), so that S_n has
+    the reliability R = T / (T + s / n) = 2 r / (1 + r). The n are among the N, hence
+    Cov(S_n, S_N) = T + s / N = Var(S_N), and
+
+        corr(S_n, S_N)^2 = (T + s / N) / (T + s / n) = R + (1 - R) n / N:
+
+    1 where all are probed, even where r says that others would give another S; sqrt(n / N) for r = 0,
+    and for r < 0, which the model does not know.
+
+    What it leaves out: S is a product of gradients and curvature, and their errors, multiplied, fall
+    faster than 1 / m; sequences that represent their domains leave a smaller error than drawn ones;
+    and r of one window has an error of its own. `docs/d3.md` has measured agreements.
+
+    Args:
+        reliability: r, of :func:`split_half_reliability`.
+        num_sequences: n.
+        unit_size: N.
+
+    >>> [round(expected_agreement(r, 8, 32), 3) for r in (-0.2, 0.0, 0.5, 1.0)]
+    [0.5, 0.5, 0.866, 1.0]
+    >>> expected_agreement(0.1, 8, 8)
+    1.0
+    """
+    half = min(max(reliability, 0.0), 1.0)
+    whole = 2 * half / (1 + half)
+    return float(np.sqrt(whole + (1 - whole) * num_sequences / unit_size))
+
+
 def split_half_reliability(first: np.ndarray, second: np.ndarray) -> float:
     """Return the correlation of two estimates of S, in [-1, 1], over all pairs of units.
 
     Over i != j both have mean zero, whatever the units' numbers, so it is the cosine of the two.
     S of all the data is more reliable than its halves: 2 r / (1 + r) of it is no noise (Spearman and
-    Brown). 0 where one of them is zero: nothing was measured.
+    Brown), see :func:`expected_agreement`. 0 where one of them is zero: nothing was measured.
 
     >>> S = np.array([[0.0, 2.0], [-2.0, 0.0]])
     >>> round(split_half_reliability(S, 3 * S), 9), round(split_half_reliability(S, -S), 9)

@@ -70,12 +70,17 @@ def order_window(
         case "reverse":
             return solve(advantage, settings=settings, seed=seed)[::-1].copy()
         case "random":
-            rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), crc32(b"random")])
-            return rng.permutation(len(advantage)).astype(np.int64)
+            return random_order(len(advantage), seed)
         case "group":
             return group(cosines(gram), seed=seed)
         case "spread":
             return spread(cosines(gram), seed=seed)
+
+
+def random_order(num_units: int, seed: int | Sequence[int]) -> np.ndarray:
+    """Return a random order, (L,) int64; it needs no measurement."""
+    rng = np.random.default_rng([*np.atleast_1d(seed).tolist(), crc32(b"random")])
+    return rng.permutation(num_units).astype(np.int64)
 
 
 def cosines(gram: np.ndarray | None) -> np.ndarray:

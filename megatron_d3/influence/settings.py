@@ -111,7 +111,7 @@ class D3Config:
 
     objective: Literal["online", "reverse", "random", "group", "spread"] = "online"
     """What the order is to achieve. `online`: the paper's, each unit at the lowest loss when its
-    turn comes. `reverse`: that order backwards. `random`: none. `group`: units with similar
+    turn comes. `reverse`: that order backwards. `random`: none; nothing is measured. `group`: units with similar
     gradients follow each other. `spread`: they stay far apart."""
 
     probe_sequences: Count = 8
@@ -137,9 +137,10 @@ class D3Config:
     """The step whose influence is measured: `sgd`, gamma times the gradient; `optimizer`, that of
     the run's optimizer, preconditioned and clipped."""
 
-    min_reliability: Annotated[float, Range("[-1, 1]")] | None = None
-    """Keep the stored order of a window whose reliability, the correlation of S from one half of the
-    probe sequences with S from the other, is below this; null: never."""
+    min_agreement: Annotated[float, Range("[0, 1]")] | None = None
+    """Keep the stored order of a window where the expected agreement of S with that of all sequences
+    of its units, a correlation that follows from the reliability and from how many are probed, is
+    below this; null: never."""
 
     difference: Annotated[float, Range("(0, 1)")] | None = None
     """Size of the finite differences of gradients, as a share of the norm of the weights; null: as
@@ -158,8 +159,8 @@ class D3Config:
         if (self.curvature_sequences or 1) > self.probe_sequences:
             _refuse("curvature_sequences", self.curvature_sequences,
                     f"at most probe_sequences = {self.probe_sequences}")
-        if self.min_reliability is not None and self.probe_sequences < 2:
-            _refuse("min_reliability", f"{self.min_reliability} with 1 probe sequence",
+        if self.min_agreement is not None and self.probe_sequences < 2:
+            _refuse("min_agreement", f"{self.min_agreement} with 1 probe sequence",
                     "null, or probe_sequences of 2 or more to be split in halves")
         if self.solver == "exact" and self.window > MAX_EXACT_UNITS:
             _refuse("solver", f"exact with window = {self.window}",

@@ -26,6 +26,7 @@ from megatron_d3.errors import ProbeError
 from megatron_d3.influence.estimators.algebra import advantage_of
 from megatron_d3.influence.graph import (
     curl,
+    expected_agreement,
     random_cost,
     row_sum_potential,
     split_half_reliability,
@@ -60,6 +61,8 @@ class Row:
         seconds: taken for the window.
         reliability: correlation of S from two halves of the sequences, None without halves; for a
             judge by look-ahead see above.
+        expected_agreement: correlation to expect of S with that of all sequences by the same
+            estimator; None without halves.
         curl: share of S that no sort by one number explains; None without S.
         reason: why there is no order.
     """
@@ -71,6 +74,7 @@ class Row:
     num_forwards: float = 0.0
     seconds: float = 0.0
     reliability: float | None = None
+    expected_agreement: float | None = None
     curl: float | None = None
     reason: str | None = None
 
@@ -154,7 +158,7 @@ def best_order(advantage: np.ndarray, seed: Seed) -> np.ndarray:
 def judge_settings(config: D3Config, estimator: Judge, num_sequences: int) -> D3Config:
     """Return the settings that measure the judge's S: on all sequences of a unit."""
     return replace(config, estimator=estimator, probe_sequences=num_sequences,
-                   curvature_sequences=None, min_reliability=None)
+                   curvature_sequences=None, min_agreement=None)
 
 
 def study(
@@ -189,7 +193,7 @@ def study(
             rows.append(Row(case.name, None, reason=str(error)))
             continue
         report(f"{case.name}: {seconds:.1f} s")
-        rows.append(_row(case.name, case.settings, found, seconds))
+        rows.append(_row(case.name, case.settings, found, seconds, judge.probe_sequences))
         if not found.bad_units:
             first = first or found
             orders[case.name] = solve(found.advantage, settings=config, seed=seed)
@@ -221,7 +225,7 @@ def _judge(measure: Measure, settings: D3Config, step: StepModel) -> tuple[Influ
     if truth.bad_units:
         units = ", ".join(map(str, truth.bad_units))
         raise ProbeError(f"loss or gradient is not finite in unit {units} of the window")
-    row = _row(settings.estimator, settings, truth, seconds)
+    row = _row(settings.estimator, settings, truth, seconds, settings.probe_sequences)
     if settings.estimator != "look_ahead":
         return truth, row
     backwards = measure(settings, replace(step, gamma=-step.gamma)).advantage
@@ -244,9 +248,12 @@ def _timed(measure: Measure, settings: D3Config, step: StepModel) -> tuple[Influ
     return found, time.perf_counter() - started
 
 
-def _row(name: str, settings: D3Config, found: Influence, seconds: float) -> Row:
+def _row(
+    name: str, settings: D3Config, found: Influence, seconds: float, unit_size: int
+) -> Row:
     """Return a row without its regret."""
     count = len(found.losses)
+    reliability = None if found.halves is None else split_half_reliability(*found.halves)
     reason = None
     if found.bad_units:
         reason = f"loss or gradient is not finite in unit {', '.join(map(str, found.bad_units))}"
@@ -254,7 +261,9 @@ def _row(name: str, settings: D3Config, found: Influence, seconds: float) -> Row
         name, None, num_sequences=settings.probe_sequences,
         num_gradients=found.num_gradients / count, num_forwards=found.num_forwards / count,
         seconds=seconds, curl=None if reason else curl(found.advantage), reason=reason,
-        reliability=None if found.halves is None else split_half_reliability(*found.halves))
+        reliability=reliability,
+        expected_agreement=None if reliability is None else expected_agreement(
+            reliability, settings.probe_sequences, unit_size))
 
 
 def _other_orders(

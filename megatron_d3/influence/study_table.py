@@ -20,7 +20,7 @@ _HALVES_NOTE = (
     "precision of the weights")
 
 _ESTIMATOR_HEAD = ("estimator", "sequences", "gradients", "forwards", "seconds", "regret",
-                   "reliability", "curl")
+                   "reliability", "agreement", "curl")
 _SOLVER_HEAD = ("solver", "regret", "ms")
 
 
@@ -38,7 +38,8 @@ def to_text(studies: Sequence[Study], *, solver: str, num_units: int) -> str:
         num_units: L.
     """
     parts = ["gradients, forwards: passes over the probe sequences of a unit, for each unit",
-             f"regret: of the order that {solver} finds; 0 the best, 1 as good as random"]
+             f"regret: of the order that {solver} finds; 0 the best, 1 as good as random",
+             "agreement: expected correlation of S with that of all sequences, by the reliability"]
     for study in studies:
         parts.append("\n".join(_of_step(study, num_units)))
     return "\n".join(parts)
@@ -68,7 +69,7 @@ def _cells(row: Row, name: str | None = None) -> tuple[str, ...]:
         costs = (str(row.num_sequences), f"{row.num_gradients:.3g}", f"{row.num_forwards:.3g}",
                  f"{row.seconds:.2f}")
     return (name or row.name, *costs, _number(row.regret, 3), _number(row.reliability),
-            _number(row.curl))
+            _number(row.expected_agreement), _number(row.curl))
 
 
 def _number(value: float | None, digits: int = 2) -> str:

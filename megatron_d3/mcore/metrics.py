@@ -56,9 +56,10 @@ class DomainMetrics:
             f"{positions[1] - 1:,} | weights " + self._line(weights, "{:.3f}"))
 
     def ordered(self, row: WindowRow) -> None:
-        """Report a window: costs of orders relative to a random one, reliability, curl, seconds."""
+        """Report a window: costs of orders relative to a random one, how far S holds, curl, seconds."""
         values = {f"cost_{name}": cost for name, cost in row.cost.items()}
-        values |= {"curl": row.curl, "reliability": row.reliability}
+        values |= {"curl": row.curl, "reliability": row.reliability,
+                   "expected_agreement": row.expected_agreement}
         values |= {f"{name}_seconds": seconds for name, seconds in row.seconds.items()}
         step_seconds = row.details.get("step_seconds")
         if step_seconds:
@@ -72,6 +73,8 @@ class DomainMetrics:
             f" d3 window at round {row.round} | iteration {row.iteration} | {row.num_units} units"
             + (f" | cost relative to random: {shown}" if shown else "")
             + (f" | reliability {row.reliability:.3f}" if row.reliability is not None else "")
+            + (f" | expected agreement {row.expected_agreement:.3f}"
+               if row.expected_agreement is not None else "")
             + (f" | curl {row.curl:.3f}" if row.curl is not None else "")
             + f" | {row.seconds['total']:.1f} s"
             + (f" | stored order kept: {row.reason}" if row.reason else ""))

@@ -130,7 +130,7 @@ def _config(setup: Any, job: StudyJob) -> tuple[D3Config, int]:
     unit_size = min(size for _, size in setup.header.batch_schedule.steps)
     num_sequences = min(config.probe_sequences, unit_size)
     return replace(config, window=job.num_units, probe_sequences=num_sequences,
-                   min_reliability=None, overlap=False, every=1, preset=None), unit_size
+                   min_agreement=None, overlap=False, every=1, preset=None), unit_size
 
 
 def _require_checkpoint(args: argparse.Namespace) -> Path:

@@ -5,7 +5,7 @@
 
 Every rank measures its units; rank 0 solves and tells the others, since two machines' linear algebra
 may differ in the last digit. Where S cannot be trusted the window keeps its stored order, and the
-row says why.
+row says why. A random order (`objective: random`) needs no S, and nothing is measured for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from megatron_d3.corpus.domain import Domain
 from megatron_d3.influence.estimators import estimate
 from megatron_d3.influence.graph import (
     curl,
+    expected_agreement,
     relative_cost,
     split_half_reliability,
 )
-from megatron_d3.influence.objectives import order_window
+from megatron_d3.influence.objectives import order_window, random_order
 from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.sketch import make_sketch
@@ -124,11 +125,12 @@ class WindowOrderer:
         if draft.num_units < 2 or not is_turn:
             return None
         started = time.perf_counter()
-        reason, step = self._step_model()
-        influence = None
-        if reason is None:
-            influence = self._measure(draft, table_ids, step)
-            reason = _distrust(influence, draft, self.config)
+        influence = reason = None
+        if self.config.objective != "random":
+            reason, step = self._step_model()
+            if reason is None:
+                influence = self._measure(draft, table_ids, step)
+                reason = _distrust(influence, draft, self.config)
         measured = time.perf_counter()
         solved = collective.on_rank_0(lambda: self._solve(draft, influence, reason))
         now = time.perf_counter()
@@ -171,19 +173,23 @@ class WindowOrderer:
         self, draft: Draft, influence: Influence | None, reason: str | None
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """On rank 0: the order, and what is worth knowing of S."""
+        seed = [self._seed, draft.round, crc32(b"d3 order")]
+        if self.config.objective == "random":
+            return random_order(draft.num_units, seed), {}
         stored = stored_order(draft)
         if influence is None or influence.bad_units:
             return stored, {"reason": reason}
         S = influence.advantage
-        seed = [self._seed, draft.round, crc32(b"d3 order")]
         found = stored
         if reason is None:
             found = order_window(S, influence.gram, self.config, seed)
         row_sum = solve(S, settings=replace(self.config, solver="row_sum"), seed=seed)
         cost = {name: relative_cost(S, order) for name, order in
                 (("found", found), ("row_sum", row_sum), ("stored", stored))}
+        reliability, agreement = _agreement(influence, draft, self.config)
         return found, {
-            "reason": reason, "cost": cost, "curl": curl(S), "reliability": _reliability(influence)}
+            "reason": reason, "cost": cost, "curl": curl(S), "reliability": reliability,
+            "expected_agreement": agreement}
 
     def _finding(
         self, draft: Draft, influence: Influence | None, solved: tuple[np.ndarray, dict[str, Any]],
@@ -191,11 +197,11 @@ class WindowOrderer:
     ) -> Finding:
         order, values = solved
         details: dict[str, Any] = {
-            "estimator": self.config.estimator, "objective": self.config.objective,
-            "step_seconds": self.step_seconds}
+            "objective": self.config.objective, "step_seconds": self.step_seconds}
         arrays: Arrays = {"order": order}
         if influence is not None:
-            details |= {"num_gradients": influence.num_gradients,
+            details |= {"estimator": self.config.estimator,
+                        "num_gradients": influence.num_gradients,
                         "num_forwards": influence.num_forwards}
             arrays |= {"advantage": influence.advantage, "losses": influence.losses,
                        "gradient_norms": influence.gradient_norms, "gram": influence.gram}
@@ -205,8 +211,14 @@ class WindowOrderer:
         return Finding(order, row, arrays)
 
 
-def _reliability(influence: Influence) -> float | None:
-    return None if influence.halves is None else split_half_reliability(*influence.halves)
+def _agreement(
+    influence: Influence, draft: Draft, config: D3Config
+) -> tuple[float | None, float | None]:
+    """Return the reliability of S, and the expected agreement that follows from it."""
+    if influence.halves is None:
+        return None, None
+    reliability = split_half_reliability(*influence.halves)
+    return reliability, expected_agreement(reliability, config.probe_sequences, draft.unit_size)
 
 
 def _distrust(influence: Influence, draft: Draft, config: D3Config) -> str | None:
@@ -215,9 +227,10 @@ def _distrust(influence: Influence, draft: Draft, config: D3Config) -> str | Non
         units = ", ".join(f"{unit} (drafted for step {draft.step + unit + 1})"
                           for unit in influence.bad_units)
         return f"loss or gradient is not finite in unit {units}"
-    if config.min_reliability is None:
+    if config.min_agreement is None:
         return None
-    reliability = _reliability(influence)
-    if reliability is None or not reliability >= config.min_reliability:
-        return f"reliability {reliability} is below d3.order.min_reliability {config.min_reliability}"
+    _, agreement = _agreement(influence, draft, config)
+    if agreement is None or not agreement >= config.min_agreement:
+        return (f"expected agreement {agreement} is below d3.order.min_agreement "
+                f"{config.min_agreement}")
     return None

@@ -1,7 +1,8 @@
 """`windows.jsonl` and `windows/*.npz`: what was measured in each window, and how its order came out.
 
     windows.jsonl  {"round":0,"iteration":0,"step":0,"num_units":60,"cost":{"found":0.31,"row_sum":0.34,
-                    "stored":1.02},"curl":0.4,"reliability":0.9,"reason":null,"seconds":{...},"hash":"..."}
+                    "stored":1.02},"curl":0.4,"reliability":0.9,"expected_agreement":0.97,"reason":null,
+                    "seconds":{...},"hash":"..."}
     windows/00000000.npz   S, the order, losses, ... of the window whose first round is 0
 
 A replay needs none of it: the order itself is in `rounds.jsonl`.
@@ -26,6 +27,8 @@ from megatron_d3.plan.rows import iter_lines, parsed
 
 WINDOWS, ARRAYS = "windows.jsonl", "windows"
 
+_MEANS = ("curl", "reliability", "expected_agreement")
+
 
 @dataclass(frozen=True)
 class WindowRow:
@@ -40,6 +43,8 @@ class WindowRow:
             `row_sum`, `stored`, ...; None where it is not finite, empty where none was measured.
         curl: share of S that no sorting by one number a unit explains; None if not measured.
         reliability: correlation of two halves' S; None if not measured.
+        expected_agreement: correlation to expect of S with that of all sequences of the units; None
+            if not measured, and in rows written before there was one.
         reason: why the window kept the stored order; None if it did not.
         seconds: time taken, by part.
         details: anything else worth keeping, JSON-able.
@@ -52,6 +57,7 @@ class WindowRow:
     cost: Mapping[str, float | None] = field(default_factory=dict)
     curl: float | None = None
     reliability: float | None = None
+    expected_agreement: float | None = None
     reason: str | None = None
     seconds: Mapping[str, float | None] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -94,18 +100,20 @@ class WindowsUse:
     """The windows of a plan in numbers.
 
     Attributes:
-        num_measured: rows of `windows.jsonl`.
+        num_windows: rows of `windows.jsonl`.
         num_stored: those that kept the stored order, for a reason that their row gives.
         cost: mean cost by the order's name, over the windows that have it.
         curl: mean curl; None if none was measured.
         reliability: mean reliability; None if none was measured.
+        expected_agreement: its mean; None if none was measured.
     """
 
-    num_measured: int
+    num_windows: int
     num_stored: int
     cost: Mapping[str, float]
     curl: float | None
     reliability: float | None
+    expected_agreement: float | None
 
 
 def summarise_windows(directory: Path) -> WindowsUse | None:
@@ -114,22 +122,23 @@ def summarise_windows(directory: Path) -> WindowsUse | None:
     Raises:
         PlanError: a line is damaged.
     """
-    num_measured = num_stored = 0
+    num_windows = num_stored = 0
     sums: dict[str, tuple[float, int]] = {}  # (sum, count) by name
     for row, _, _ in read_windows(directory):
-        num_measured += 1
+        num_windows += 1
         num_stored += row.reason is not None
         values = {f"cost {name}": cost for name, cost in row.cost.items()}
-        for name, value in (values | {"curl": row.curl, "reliability": row.reliability}).items():
+        values |= {name: getattr(row, name) for name in _MEANS}
+        for name, value in values.items():
             if value is not None:
                 total, count = sums.get(name, (0.0, 0))
                 sums[name] = total + value, count + 1
-    if num_measured == 0:
+    if num_windows == 0:
         return None
     means = {name: total / count for name, (total, count) in sums.items()}
     cost = {name.removeprefix("cost "): mean for name, mean in means.items()
             if name.startswith("cost ")}
-    return WindowsUse(num_measured, num_stored, cost, means.get("curl"), means.get("reliability"))
+    return WindowsUse(num_windows, num_stored, cost, *(means.get(name) for name in _MEANS))
 
 
 def arrays_path(directory: Path, round_number: int) -> Path:

@@ -125,12 +125,12 @@ def test_show_tells_of_windows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "| step 0 | unit 3 | positions 0-3 | weights a 0.5" in lines[7]
     keeper = PlanKeeper.open(tmp_path / "d3", wanted, decider_factory(), iteration=3, consumed=12)
     keeper.note_window(WindowRow(6, 3, 6, 4, cost={"found": 0.5, "stored": 1.25}, curl=0.125,
-                                 reliability=0.75), {})
+                                 reliability=0.75, expected_agreement=0.875), {})
     keeper.note_window(WindowRow(8, 3, 8, 4, reason="a unit's loss is not finite"), {})
     keeper.close()
     assert call("show", tmp_path) == 0
-    assert ("├── windows measured 2 | mean cost of orders (random 1): found 0.500, stored 1.250 | curl "
-            "0.125 | reliability 0.750 | 1 kept the stored order"
+    assert ("├── windows 2 | mean cost of orders (random 1): found 0.500, stored 1.250 | curl "
+            "0.125 | reliability 0.750 | expected agreement 0.875 | 1 kept the stored order"
             ) in capsys.readouterr().out.splitlines()
     assert call("show", tmp_path, "--json") == 0
     shown = json.loads(capsys.readouterr().out)

@@ -180,6 +180,32 @@ def test_reliability_is_a_correlation():
         graph.split_half_reliability(first, mixed), np.corrcoef(*both)[0, 1], rtol=1e-12)
 
 
+@pytest.mark.parametrize(("truth", "n", "size"), [
+    (1.0, 8, 32), (0.3, 8, 32), (0.0, 8, 32), (0.5, 4, 64), (0.1, 16, 16), (2.0, 2, 8)])
+def test_agreement_with_all_sequences_is_foretold_by_halves_of_a_sample(truth, n, size):
+    """Each sequence's S is what all share, of variance `truth`, plus noise of variance 1."""
+    rng = np.random.default_rng(2)
+
+    def antisymmetric(*shape):
+        values = np.triu(rng.standard_normal(shape), 1)
+        return values - values.swapaxes(-1, -2)
+
+    count = 150  # 11,175 pairs: a correlation is within 0.03, three standard errors
+    shared = truth**0.5 * antisymmetric(count, count)
+    sequences = shared + np.stack([antisymmetric(count, count) for _ in range(size)])
+    measured = sequences[:n].mean(0)
+    reliability = graph.split_half_reliability(
+        sequences[:n // 2].mean(0), sequences[n // 2:n].mean(0))
+    found = graph.split_half_reliability(measured, sequences.mean(0))
+    np.testing.assert_allclose(
+        graph.expected_agreement(reliability, n, size), found, atol=0.03)
+
+
+def test_a_reliability_below_0_foretells_what_0_does():
+    assert graph.expected_agreement(-1.0, 4, 16) == graph.expected_agreement(0.0, 4, 16) == 0.5
+    assert graph.expected_agreement(-1.0, 16, 16) == 1.0
+
+
 @pytest.mark.parametrize("scale", [1e-300, 1e300])
 def test_extreme_sizes_change_nothing(scale):
     advantage = random_advantage(5, 1)

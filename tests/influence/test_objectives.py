@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence import objectives
-from megatron_d3.influence.objectives import cosines, group, order_window, spread
+from megatron_d3.influence.objectives import cosines, group, order_window, random_order, spread
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.solvers import solve
 
@@ -71,6 +71,7 @@ def test_random_depends_on_the_seed_alone():
     orders = [run(advantage, gram, "random", seed).tolist() for seed in ([1, 0], [1, 1], [2, 0])]
     assert len(set(map(tuple, orders))) == 3
     assert run(other, None, "random", [1, 0]).tolist() == orders[0]
+    assert random_order(len(other), [1, 0]).tolist() == orders[0]
 
 
 @pytest.mark.parametrize("num_units", range(8))

@@ -95,6 +95,7 @@ def test_costs_are_for_each_unit() -> None:
     row = rows(study(measured, cases("projected"), SGD, judge=JUDGE, seed=0))["projected"]
     assert (row.num_sequences, row.num_gradients, row.num_forwards) == (4, 2.0, 0.5)
     assert row.reliability == -1.0
+    assert row.expected_agreement == pytest.approx((4 / 8) ** 0.5)
     assert row.curl == pytest.approx((25 / 63) ** 0.5)
     assert row.seconds > 0
 
@@ -232,8 +233,10 @@ def test_a_name_that_means_nothing_is_refused(name: str, message: str) -> None:
 
 FOUND = Study(
     step="sgd", gamma=0.01, best_cost=0.25,
-    judge=Row("look_ahead", 0.0, 8, 1.0, 3.0, 1.5, reliability=0.9, curl=0.5),
-    estimators=(Row("projected", 0.0625, 4, 2.0, 0.0, 0.25, reliability=-0.5, curl=0.125),
+    judge=Row("look_ahead", 0.0, 8, 1.0, 3.0, 1.5, reliability=0.9, expected_agreement=1.0,
+              curl=0.5),
+    estimators=(Row("projected", 0.0625, 4, 2.0, 0.0, 0.25, reliability=-0.5,
+                    expected_agreement=0.75, curl=0.125),
                 Row("order of the plan", None)),
     solvers=(SolverRow("ils", 0.0, 1.234),))
 
@@ -242,12 +245,17 @@ def test_the_table() -> None:
     assert to_text([FOUND], solver="ils", num_units=3).splitlines() == [
         "gradients, forwards: passes over the probe sequences of a unit, for each unit",
         "regret: of the order that ils finds; 0 the best, 1 as good as random",
+        "agreement: expected correlation of S with that of all sequences, by the reliability",
         "",
         "step: sgd, gamma 0.01; 3 units; best order 0.250 of a random one's cost",
-        "estimator          sequences  gradients  forwards  seconds  regret  reliability  curl",
-        "judge: look_ahead          8          1         3     1.50   0.000         0.90  0.50",
-        "projected                  4          2         0     0.25   0.062        -0.50  0.12",
-        "order of the plan          -          -         -        -       -            -     -",
+        ("estimator          sequences  gradients  forwards  seconds  regret  reliability  "
+         "agreement  curl"),
+        ("judge: look_ahead          8          1         3     1.50   0.000         0.90  "
+         "     1.00  0.50"),
+        ("projected                  4          2         0     0.25   0.062        -0.50  "
+         "     0.75  0.12"),
+        ("order of the plan          -          -         -        -       -            -  "
+         "        -     -"),
         "",
         "solver  regret    ms",
         "ils       0.00  1.23",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
 
+from megatron_d3.influence.graph import expected_agreement
+from megatron_d3.influence.objectives import random_order
 from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.windows import WindowRow, read_arrays, read_windows
@@ -61,6 +64,7 @@ def test_windows_are_probed_ordered_and_trained_as_planned(whole: tuple[Path, Ru
         assert row.reason is None
         assert 0 <= (row.cost["found"] or 0) <= min(row.cost["row_sum"] or 0, row.cost["stored"] or 0)
         assert row.reliability is not None
+        assert row.expected_agreement == expected_agreement(row.reliability, 4, 8)
         assert row.curl is not None
         assert {"gradients", "sketch", "reduce", "probe", "solve", "total"} <= row.seconds.keys()
         arrays = read_arrays(save / "d3", row.round)
@@ -167,6 +171,24 @@ def require_continued(
             np.testing.assert_array_equal(found[name], wanted, err_msg=name)
 
 
+def test_a_random_order_is_not_measured_for(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    """Nor does it wait for a learning rate above 0."""
+    path = config(corpora, "random", objective="random")
+    run = launcher.run(
+        tmp_path / "run", arguments(path, tmp_path / "save", "--lr-warmup-iters", "4"),
+        setup="tests.mcore.faults:note_probed_sequences").require_success()
+    assert not (run.folder / "probed.jsonl").exists()
+    rows = windows(tmp_path / "save")
+    assert [row.round for row in rows] == [0, 4, 8]
+    for row in rows:
+        order = random_order(row.num_units, [SEED, row.round, crc32(b"d3 order")]).tolist()
+        assert units(tmp_path / "save")[row.round:row.round + row.num_units] == order
+        assert (row.reason, row.cost, row.reliability, row.expected_agreement) == (None, {}, None, None)
+        assert list(read_arrays(tmp_path / "save/d3", row.round)) == ["order"]
+
+
 def test_a_unit_without_a_finite_gradient_leaves_the_window_in_its_stored_order(
     launcher: Launcher, corpora: Path, tmp_path: Path
 ) -> None:
@@ -184,18 +206,17 @@ def test_noise_and_a_missing_step_keep_the_stored_order_and_say_so(
     launcher: Launcher, corpora: Path, tmp_path: Path
 ) -> None:
     """Also: each second window only, a run in bfloat16, a learning rate that starts at 0."""
-    path = config(corpora, "noise", window=2, every=2, min_reliability=1.0, step="optimizer",
-                  probe_sequences=8)
+    path = config(corpora, "noise", window=3, every=2, min_agreement=1.0, step="optimizer")
     launcher.run(
         tmp_path / "run", arguments(path, tmp_path / "save", "--bf16"), world_size=2
     ).require_success()
     rows = windows(tmp_path / "save")
-    assert [row.step for row in rows] == [0, 4, 8]
-    assert units(tmp_path / "save") == [0, 1] * 5
+    assert [row.step for row in rows] == [0, 6]
+    assert units(tmp_path / "save") == [*[0, 1, 2] * 3, 0]
     assert rows[0].reason == "the optimizer has taken no step, so it has no second moments"
     for row in rows[1:]:
         assert row.reason is not None
-        assert row.reason.endswith("is below d3.order.min_reliability 1.0")
+        assert row.reason.endswith("is below d3.order.min_agreement 1.0")
 
     warmup = launcher.run(
         tmp_path / "warmup", arguments(

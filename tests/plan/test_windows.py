@@ -39,7 +39,7 @@ def row(number: int = 0, **changes: object) -> WindowRow:
     made = WindowRow(
         round=number, iteration=2, step=number, num_units=4,
         cost={"found": 0.25, "row_sum": 0.5, "stored": 1.0}, curl=0.5, reliability=0.75,
-        seconds={"gradients": 1.5})
+        expected_agreement=0.875, seconds={"gradients": 1.5})
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -73,6 +73,9 @@ def test_a_row_round_trips() -> None:
     full = row(reason="reliability 0.1 is below 0.5", details={"bad_units": [3], "curl": {"x": 1}})
     assert WindowRow.from_line(full.to_body()) == full
     assert json.loads(full.to_body())["cost"] == {"found": 0.25, "row_sum": 0.5, "stored": 1.0}
+    assert WindowRow.from_line(  # as they were written before there was an expected agreement
+        full.to_body().replace(b'"expected_agreement":0.875,', b"")
+    ) == replace(full, expected_agreement=None)
     least = WindowRow(5, 2, 5, 3)
     assert WindowRow.from_line(least.to_body()) == least
 
@@ -199,5 +202,5 @@ def test_the_summary_is_of_what_was_measured(tmp_path: Path) -> None:
     keeper.note_window(WindowRow(8, 8, 8, 2, reason="a unit is not finite"), {})
     keeper.close()
     assert summarise_windows(tmp_path / "d3") == WindowsUse(
-        num_measured=3, num_stored=2, cost={"found": 0.5, "row_sum": 0.5, "stored": 1.0}, curl=0.5,
-        reliability=0.75)
+        num_windows=3, num_stored=2, cost={"found": 0.5, "row_sum": 0.5, "stored": 1.0}, curl=0.5,
+        reliability=0.75, expected_agreement=0.875)
