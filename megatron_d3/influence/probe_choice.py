@@ -12,7 +12,9 @@ unit in turns: its first n sequences hold some domains only, and two halves of t
 
 Where the sample starts, in which order the domains stand and which half is dealt first is drawn for a
 window, not for a unit: units of equal shares are probed on equal domains. S compares units, and would
-else hold the difference of the domains that happen to be probed.
+else hold the difference of the domains that happen to be probed. (In 16 windows of seven domains S agreed
+with that of all sequences as well with a draw for each unit: -0.14 +- 0.14, 0.17 +- 0.12, 0.05 +- 0.10
+and -0.12 +- 0.09 more with one draw for all, at n = 4, 8, 12 and 16 of 32.)
 """
 
 from __future__ import annotations
