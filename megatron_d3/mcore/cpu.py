@@ -3,7 +3,8 @@
 Megatron's training loop is written for CUDA: it allocates on `device="cuda"`, moves modules with
 `.cuda()`, compares `tensor.type()` with `"torch.cuda.FloatTensor"`, records events and saves CUDA
 RNG states. On a machine without a GPU :func:`enable` answers these calls from the CPU, so that the
-unmodified `megatron.training.pretrain` runs over gloo with tensor, pipeline and data parallelism.
+unmodified `megatron.training.pretrain` runs over gloo with tensor, pipeline, data and expert
+parallelism.
 
 It must run before the first `import megatron`, since Megatron reads some of `torch.cuda` while it
 is imported. On a GPU it is never active: :func:`wanted` says when it is.
@@ -187,9 +188,28 @@ def _replace_cuda_functions() -> None:
     cuda.random.get_rng_state = replacements["get_rng_state"]
     cuda.random.set_rng_state = replacements["set_rng_state"]
     cuda.default_generators = _Generators()
+    _take_tensors_as_split_sizes()
     # torch itself (optimizers, DataLoader, checkpointing) must not believe in the GPU.
     torch.accelerator.is_available = lambda: False
     torch.accelerator.current_accelerator = lambda check_available=False: None
+
+
+def _take_tensors_as_split_sizes() -> None:
+    """Let an exchange of tokens between experts give its sizes as Megatron has them.
+
+    Megatron turns them from a tensor into numbers while it copies them off the GPU.
+    """
+    stock = torch.distributed.all_to_all_single
+
+    def all_to_all_single(
+        output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = None,
+        input_split_sizes: Any = None, **kwargs: Any,
+    ) -> Any:
+        sizes = [s.tolist() if isinstance(s, torch.Tensor) else s
+                 for s in (output_split_sizes, input_split_sizes)]
+        return stock(output, input, *sizes, **kwargs)
+
+    torch.distributed.all_to_all_single = all_to_all_single
 
 
 class _Generators:

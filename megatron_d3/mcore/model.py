@@ -30,14 +30,21 @@ def model_config(args: argparse.Namespace) -> Any:
 
 
 def _spec_with_marked_norms(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Megatron's local layer, its torch norms replaced by :func:`marked_norm`."""
-    layer = default_layer_spec(config, vp_stage)
+    """Megatron's local layers, their torch norms replaced by :func:`marked_norm`."""
+    spec = default_layer_spec(config, vp_stage)
+    if isinstance(spec, TransformerBlockSubmodules):  # with experts, this stage's layers one by one
+        layers = spec.layer_specs
+    else:
+        layers = [spec] * get_num_layers_to_build(
+            config.transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
+    return TransformerBlockSubmodules(
+        layer_specs=[_with_marked_norms(layer) for layer in layers], layer_norm=marked_norm)
+
+
+def _with_marked_norms(layer: Any) -> Any:
     submodules = dataclasses.replace(
         layer.submodules, input_layernorm=marked_norm, pre_mlp_layernorm=marked_norm)
-    layer = dataclasses.replace(layer, submodules=submodules)
-    num_layers = get_num_layers_to_build(
-        config.transformer, vp_stage, mpu.get_pipeline_model_parallel_rank())
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=marked_norm)
+    return dataclasses.replace(layer, submodules=submodules)
 
 
 def marked_norm(
