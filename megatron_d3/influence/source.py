@@ -6,9 +6,9 @@ over ranks. `mcore/probe.py` implements it on Megatron; the tests implement it o
 
 Words. A *vector* is a sequence of tensors, one contiguous tensor per local parameter in layout
 order. A *model-parallel group* is the set of ranks that together hold one copy of the weights
-(tensor and pipeline parallel); a *data-parallel group* is the copy's place among its equals. Each
-group measures its own units, so no gradient of a unit ever crosses groups: only sketches, numbers
-and (once a window) one direction do.
+(tensor and pipeline parallel, and the ranks that share one copy of the experts); a *data-parallel
+group* is the copy's place among its equals. Each group measures its own units, so no gradient of a
+unit ever crosses groups: only sketches, numbers and (once a window) one direction do.
 """
 
 from __future__ import annotations

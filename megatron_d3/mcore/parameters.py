@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence.layout import Layout, Shard
+from megatron_d3.mcore.probe_groups import group_axes, is_expert, is_first_replica
 
 
 def trained_parameters(chunks: Sequence[Any]) -> list[torch.nn.Parameter]:
@@ -30,7 +31,7 @@ def trained_parameters(chunks: Sequence[Any]) -> list[torch.nn.Parameter]:
 
 
 def parameter_layout(chunks: Sequence[Any], parameters: Sequence[torch.nn.Parameter]) -> Layout:
-    """Describe the local parameters; collective over the model-parallel group.
+    """Describe the local parameters; collective over the ranks of one group.
 
     Args:
         chunks: the model chunks of this rank, as Megatron trains them.
@@ -53,16 +54,19 @@ def parameter_layout(chunks: Sequence[Any], parameters: Sequence[torch.nn.Parame
         offset = (data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
         if offset >= parameter.numel():
             continue  # a buffer, or a parameter that is not trained
-        shards[index].extend(_shards(piece, offset))
-    for parameter, found in zip(parameters, shards, strict=True):
-        covered = sum(shard.num_runs * shard.run_length for shard in found)
+        found = _shards(piece, offset)
+        if not (is_expert(parameter) or is_first_replica()):
+            found = (shard.replica() for shard in found)
+        shards[index].extend(found)
+    for parameter, parts in zip(parameters, shards, strict=True):
+        covered = sum(shard.num_runs * shard.run_length for shard in parts)
         if covered != parameter.numel():
             raise ProbeError(
                 f"the model's sharded_state_dict describes {covered} of the {parameter.numel()} "
                 f"elements of a parameter of shape {tuple(parameter.shape)}: D3 cannot tell where "
                 "they lie in the unsharded model")
-    sizes = {shard.name: shard.global_size for found in shards for shard in found}
-    return Layout(tuple(tuple(found) for found in shards), _all_sizes(sizes))
+    sizes = {shard.name: shard.global_size for parts in shards for shard in parts}
+    return Layout(tuple(tuple(parts) for parts in shards), _all_sizes(sizes))
 
 
 def _pieces(chunks: Sequence[Any]) -> Iterator[ShardedTensor]:
@@ -118,7 +122,8 @@ def _shards(piece: ShardedTensor, local_start: int) -> Iterator[Shard]:
 
 
 def _all_sizes(sizes: dict[str, int]) -> dict[str, int]:
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(mpu.get_model_parallel_group())
-    torch.distributed.all_gather_object(gathered, sizes, group=mpu.get_model_parallel_group())
-    merged = {name: size for part in gathered for name, size in part.items()}
-    return dict(sorted(merged.items()))
+    for group in group_axes():
+        gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, sizes, group=group)
+        sizes = {name: size for part in gathered for name, size in part.items()}
+    return dict(sorted(sizes.items()))

@@ -13,6 +13,10 @@ What makes gradients local to a data-parallel group: `finalize_model_grads_func`
 and every chunk stays inside `no_sync()`. Within the model-parallel group gradients are completed as
 Megatron completes them: sums over tensor-parallel ranks of what sequence parallelism splits, over
 the first and last pipeline stage of tied embeddings, over context-parallel ranks of everything.
+`probe_groups.py` says what expert parallelism makes of a group.
+
+A model with experts is probed in evaluation mode: neither auxiliary losses of its routers (load
+balancing, z-loss) nor their noise are part of a loss or gradient here.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from torch.utils.data import default_collate
 from megatron_d3.influence.layout import Layout
 from megatron_d3.mcore.forward_step import get_batch
 from megatron_d3.mcore.parameters import parameter_layout, trained_parameters
+from megatron_d3.mcore.probe_groups import is_expert, is_first_replica, num_replicas
 from megatron_d3.mcore.probe_labels import sampled_labels
 from megatron_d3.mcore.probe_source import MegatronSource
 from megatron_d3.mcore.rng import untouched_rng
@@ -184,7 +189,7 @@ class Probe:
         if not forward_only:
             self._complete_gradients()
         is_heard = (mpu.is_pipeline_last_stage(ignore_virtual=True)
-                    and mpu.get_tensor_model_parallel_rank() == 0)
+                    and mpu.get_tensor_model_parallel_rank() == 0 and is_first_replica())
         total = torch.stack(losses).sum() if is_heard else torch.zeros((), dtype=torch.float64)
         return float(total), num_tokens
 
@@ -199,6 +204,9 @@ class Probe:
             for parameter in self.parameters:
                 torch.distributed.all_reduce(
                     parameter.main_grad, group=mpu.get_context_parallel_group())  # type: ignore[attr-defined]
+        if num_replicas() > 1:  # each sent the experts the same tokens
+            for parameter in filter(is_expert, self.parameters):
+                parameter.main_grad.div_(num_replicas())  # type: ignore[attr-defined]
 
 
 class _ForwardStep:

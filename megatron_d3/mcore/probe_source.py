@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from megatron.core import mpu
 
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence.layout import Shard
 from megatron_d3.influence.sketch_hash import hash64, make_key, random_signs
 from megatron_d3.influence.source import Loss
+from megatron_d3.mcore.probe_groups import across_groups, group_axes, group_number, num_groups
 from megatron_d3.mcore.step_root import step_root
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ class MegatronSource:
         self.num_units = num_units
         self.num_sequences = samples.num_sequences
         self._samples = samples
-        group, num_groups = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         # By number, not by rank order: another data-parallel size measures the same units.
-        self.own_units = tuple(range(group, num_units, num_groups))
+        self.own_units = tuple(range(group_number(), num_units, num_groups()))
         self._is_displaced = False
 
     @property
@@ -91,19 +90,18 @@ class MegatronSource:
 
     def sum_over_groups(self, vector: Vector) -> None:
         """See `GradientSource`."""
-        if mpu.get_data_parallel_world_size() == 1:
+        if num_groups() == 1:
             return
         for tensor in vector:
-            torch.distributed.all_reduce(tensor, group=mpu.get_data_parallel_group())
+            torch.distributed.all_reduce(tensor, group=across_groups())
 
     def all_sum(self, array: np.ndarray) -> np.ndarray:
         """See `GradientSource`."""
         return self._summed(array, [None])
 
     def group_sum(self, array: np.ndarray) -> np.ndarray:
-        """See `GradientSource`. The ranks of a context-parallel group belong together too."""
-        return self._summed(
-            array, [mpu.get_model_parallel_group(), mpu.get_context_parallel_group()])
+        """See `GradientSource`, and `probe_groups.py` for the ranks that belong together."""
+        return self._summed(array, group_axes())
 
     def _summed(self, array: np.ndarray, groups: Sequence[Any]) -> np.ndarray:
         groups = [g for g in groups if torch.distributed.get_world_size(g) > 1]

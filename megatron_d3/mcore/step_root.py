@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import mpu
 
 from megatron_d3.errors import ProbeError
+from megatron_d3.mcore.probe_groups import optimizer_group
 
 
 def step_root(
@@ -21,7 +21,8 @@ def step_root(
     """Return P^(1/2) of each parameter, or None where the optimizer is plain SGD.
 
     With the distributed optimizer each data-parallel rank holds a part of v, and all-reduces of the
-    size of the local gradients collect it: collective over the data-parallel group.
+    size of the local gradients collect it: collective over the data-parallel group (of experts, the
+    expert-data-parallel one).
 
     Args:
         optimizer: Megatron's.
@@ -94,8 +95,7 @@ def _second_moment(parameter: torch.nn.Parameter, leaves: Sequence[Any]) -> torc
             return moment.copy_(_moment(state).reshape(-1))
     if not is_distributed:
         raise ProbeError("order.step: optimizer: the optimizer has no state of a parameter")
-    torch.distributed.all_reduce(
-        moment, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    torch.distributed.all_reduce(moment, group=optimizer_group(parameter))
     return moment
 
 

@@ -25,6 +25,10 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm",
      "it replaces the forward step"),
     ("delay_wgrad_compute", False, "--delay-wgrad-compute", "gradients come after the backward pass"),
+    ("moe_input_jitter_eps", None, "--moe-input-jitter-eps",
+     "differences of gradients would be differences of its noise"),
+    ("moe_router_force_load_balancing", False, "--moe-router-force-load-balancing",
+     "differences of gradients would be differences of its noise"),
 )
 
 
@@ -71,11 +75,35 @@ def probe_settings(args: argparse.Namespace, vocab_size: int) -> ProbeSettings:
         value = getattr(args, attribute, fine)  # some flags exist in some Megatron versions only
         if value != fine and value:
             raise ConfigError(f"{flag}: not possible with d3.order: {why}")
-    if args.expert_model_parallel_size > 1:
-        raise ConfigError(
-            "--expert-model-parallel-size: not possible with d3.order: a unit's tokens would need "
-            "all experts while other ranks probe other units; use 1")
+    _refuse_expert_layouts(args)
     has_dropout = args.attention_dropout > 0 or args.hidden_dropout > 0
     return ProbeSettings(
         seq_length=args.seq_length, micro_batch_size=args.micro_batch_size, vocab_size=vocab_size,
         has_dropout=has_dropout or args.num_experts is not None)
+
+
+def _refuse_expert_layouts(args: argparse.Namespace) -> None:
+    """Refuse what a group of ranks (`probe_groups.py`) cannot be made of.
+
+    Raises:
+        ConfigError: experts are split otherwise than a whole number of model-parallel groups is.
+    """
+    num_parts = args.expert_model_parallel_size
+    num_tensor, num_expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
+    if args.num_experts is None:
+        return
+    if num_parts == 1 and num_expert_tensor != num_tensor:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {num_expert_tensor}: not possible with d3.order while "
+            f"--tensor-model-parallel-size is {num_tensor} and experts are not split otherwise; use "
+            f"{num_tensor}, or --expert-model-parallel-size above 1")
+    if num_parts > 1 and args.context_parallel_size > 1:
+        raise ConfigError(
+            "--expert-model-parallel-size: not possible with d3.order and --context-parallel-size "
+            "above 1: the ranks of one sequence would have to be told from replicas; use one of them")
+    if num_parts * num_expert_tensor % num_tensor:
+        raise ConfigError(
+            f"--expert-model-parallel-size {num_parts} times --expert-tensor-parallel-size "
+            f"{num_expert_tensor}: with d3.order it has to be a multiple of "
+            f"--tensor-model-parallel-size {num_tensor}, so that the tokens of a sequence meet every "
+            "expert once")

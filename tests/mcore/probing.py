@@ -1,8 +1,12 @@
-"""A probe inside a training run: before step D3_TEST_PROBE_AT, what it sees goes to an .npz."""
+"""A probe inside a training run: before step D3_TEST_PROBE_AT, what it sees goes to an .npz.
+
+After each step a digest of all that training left, weights, buffers and optimizer, goes to a .txt.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -120,16 +124,48 @@ def probe_once() -> None:
     def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
         if (iteration or 0) + 1 == int(os.environ["D3_TEST_PROBE_AT"]):
             _probe(args[2], args[3])
-        return stock(*args, iteration=iteration, **kwargs)
+        result = stock(*args, iteration=iteration, **kwargs)
+        folder = _folder()
+        (folder / f"state{os.environ['RANK']}.txt").write_text(_digest(args[2], args[3]))
+        return result
 
     training.train_step = train_step
+
+
+def probe_with_made_up_moments() -> None:
+    """The same with squared weights as Adam's second moments, under every layout.
+
+    Megatron does not load an optimizer's state from a run without expert parallelism into one with.
+    """
+    from megatron.training import training
+
+    probe_once()
+    probing = training.train_step
+
+    @functools.wraps(probing)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        for leaf in _leaves(args[3]):
+            for group in leaf.optimizer.param_groups:
+                for weight in group["params"]:
+                    square = weight.detach().float() ** 2
+                    leaf.optimizer.state.setdefault(weight, {
+                        "step": torch.tensor(2.0), "exp_avg": torch.zeros_like(square),
+                        "exp_avg_sq": square})
+        return probing(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+def _leaves(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _probe(chunks: Any, optimizer: Any) -> None:
     import torch
 
     from megatron_d3.mcore.probe import Probe, ProbeSettings, UnitSamples
-    from tests.mcore import recorder
 
     probe = Probe(chunks, optimizer, ProbeSettings(
         seq_length=SEQ_LENGTH, micro_batch_size=2, vocab_size=VOCAB, has_dropout=True))
@@ -138,5 +174,25 @@ def _probe(chunks: Any, optimizer: Any) -> None:
         found = measure(source)
         found |= influences(source, optimizer)
     assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
+    np.savez(_folder() / f"probe{os.environ['RANK']}.npz", **found)
+
+
+def _folder() -> Path:
+    from tests.mcore import recorder
+
     assert recorder.folder is not None
-    np.savez(Path(recorder.folder) / f"probe{os.environ['RANK']}.npz", **found)
+    return recorder.folder
+
+
+def _digest(chunks: Any, optimizer: Any) -> str:
+    """A hash of every weight, buffer and tensor of the optimizer's states on this rank."""
+    import torch
+
+    tensors = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.module.buffers())]
+    for leaf in _leaves(optimizer):
+        tensors += [value for state in leaf.optimizer.state.values()
+                    for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(tensor.detach().float().numpy().tobytes())
+    return f"{len(tensors)} tensors {digest.hexdigest()}"

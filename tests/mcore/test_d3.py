@@ -111,6 +111,26 @@ def test_the_same_order_without_probing_trains_digit_for_digit_the_same(
     assert replayed.grad_norms() == run.grad_norms()
 
 
+def test_experts_that_two_ranks_share_are_probed_and_train_as_if_they_had_not_been(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    extra = ["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear",
+             "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"]
+    path = config(corpora, "experts")
+    run = launcher.run(
+        tmp_path / "run", arguments(path, tmp_path / "save", *extra), world_size=2
+    ).require_success()
+    assert [row.reason for row in windows(tmp_path / "save")] == [None] * 3
+    assert sorted(units(tmp_path / "save")[:4]) == [0, 1, 2, 3]
+    replayed = launcher.run(
+        tmp_path / "replayed", arguments(path, tmp_path / "other", *extra), world_size=2,
+        setup="tests.mcore.faults:replay_orders",
+        environment={"D3_TEST_ORDERS": str(tmp_path / "save/d3")}).require_success()
+    assert not any(row.cost for row in windows(tmp_path / "other"))
+    for rank in range(2):
+        assert replayed.steps(rank) == run.steps(rank)
+
+
 @pytest.mark.parametrize(("world_size", "layout"), [
     (2, ["--micro-batch-size", "1", "--overlap-grad-reduce", "--overlap-param-gather"]),
     (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--num-workers", "0"]),
@@ -245,6 +265,8 @@ def test_a_receding_horizon_measures_half_of_its_units_again(
     ({"window": 11}, [], "d3.order.window: got 11 global batches, which are 88 samples, but the run"),
     ({"sketch": {"dim": 10**7}}, [], "d3.order.sketch.dim: got 10000000, more than the model's"),
     ({}, ["--fp16"], "--fp16: not possible with d3.order"),
+    ({}, ["--num-experts", "2", "--disable-bias-linear", "--moe-input-jitter-eps", "0.01"],
+     "--moe-input-jitter-eps: not possible with d3.order"),
     ({"estimator": "projekted"}, [], "d3.order.estimator"),
 ])
 def test_what_cannot_work_is_refused_before_a_plan_begins(

@@ -32,10 +32,11 @@ def probed(run: Run, rank: int = 0) -> dict[str, np.ndarray]:
 
 
 def run_at(
-    launcher: Launcher, folder: Path, flags: list[str], probe_at: int, **kwargs: Any
+    launcher: Launcher, folder: Path, flags: list[str], probe_at: int,
+    setup: str = "probe_once", **kwargs: Any
 ) -> Run:
     return launcher.run(
-        folder, flags, timeout=200, setup="tests.mcore.probing:probe_once",
+        folder, flags, timeout=300, setup=f"tests.mcore.probing:{setup}",
         environment={"D3_TEST_PROBE_AT": str(probe_at)}, **kwargs).require_success()
 
 
@@ -60,11 +61,26 @@ def test_every_layout_measures_the_same_and_trains_as_if_it_had_not(
 ) -> None:
     flags, first = single
     world_size, layout_flags = LAYOUTS[layout]
-    flags = [*flags, *layout_flags]
-    run = run_at(launcher, tmp_path / "probed", flags, 3, world_size=world_size)
-    plain = run_at(launcher, tmp_path / "plain", flags, 0, world_size=world_size)
+    require_the_same(launcher, tmp_path, first, [*flags, *layout_flags], world_size)
+
+
+def require_untouched(run: Run, plain: Run) -> None:
+    """Training with a probe in it ends where training without it does, to the last bit."""
     assert run.losses() == plain.losses()
     assert run.grad_norms() == plain.grad_norms()
+    for rank in range(len(run.codes)):
+        name = f"state{rank}.txt"
+        assert (run.folder / name).read_text() == (plain.folder / name).read_text()
+
+
+def require_the_same(
+    launcher: Launcher, folder: Path, first: Run, flags: list[str], world_size: int,
+    **kwargs: Any
+) -> None:
+    """Every rank measures what the run of one process did, and trains as if it had not."""
+    kwargs["world_size"] = world_size
+    run = run_at(launcher, folder / "probed", flags, 3, **kwargs)
+    require_untouched(run, run_at(launcher, folder / "plain", flags, 0, **kwargs))
 
     expected = probed(first)
     for rank in range(world_size):
@@ -101,7 +117,69 @@ def test_a_mixture_of_experts_is_probed_and_its_routers_forget_it(
              "--disable-bias-linear", "--use-distributed-optimizer"]
     probed_run = run_at(launcher, tmp_path / "probed", flags, 3)
     plain = run_at(launcher, tmp_path / "plain", flags, 0)
-    assert probed_run.losses() == plain.losses()
-    assert probed_run.grad_norms() == plain.grad_norms()
+    require_untouched(probed_run, plain)
     s = probed(probed_run)["projected-1-sgd"]
     assert np.abs(s).max() > 0
+
+
+# A dense layer, and one with a router of several auxiliary losses and a shared expert.
+EXPERTS = [
+    "--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "32",
+    "--moe-layer-freq", "[0,1]", "--moe-shared-expert-intermediate-size", "32",
+    "--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias",
+    "--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01",
+    "--moe-z-loss-coeff", "0.001"]
+ALLTOALL = ["--moe-token-dispatcher-type", "alltoall"]
+ALLGATHER = ["--moe-token-dispatcher-type", "allgather"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+EP2 = ["--expert-model-parallel-size", "2"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+SPLIT = ["--use-distributed-optimizer"]
+# Where gloo takes part, tensor parallelism of experts needs the dispatcher that sends all tokens.
+EXPERT_LAYOUTS = {
+    "ep2-allgather": (2, [*EP2, *ALLGATHER, *SPLIT, "--overlap-grad-reduce",
+                          "--overlap-param-gather"]),
+    "ep2-dp2": (4, [*EP2, *ALLTOALL, *SPLIT]),
+    "ep2-dp2-whole-optimizer": (4, [*EP2, *ALLTOALL]),
+    "ep2-pp2": (4, [*EP2, *PP2, *ALLTOALL, *SPLIT]),
+    "tp2": (2, [*TP2, *ALLGATHER, *SPLIT]),
+    "tp2-ep2": (4, [*TP2, *EP2, *ALLGATHER, *SPLIT]),
+    "tp2-ep2-within": (4, [*TP2, *EP2, *ALLTOALL, *SPLIT, "--expert-tensor-parallel-size", "1"]),
+    "tp2-ep4": (4, [*TP2, "--expert-model-parallel-size", "4", *ALLTOALL, *SPLIT,
+                    "--expert-tensor-parallel-size", "1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(
+    launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], Run]:
+    """The same of a mixture of experts: flags that load its weights, and its own probe."""
+    folder = tmp_path_factory.mktemp("experts")
+    flags = [*TINY, *BATCH, *blend(folder), *LLAMA, *EXPERTS]
+    save = ["--save", str(folder / "checkpoint"), "--save-interval", "2", "--ckpt-format",
+            "torch_dist"]
+    run_at(launcher, folder / "save", [*flags, *save], 0)
+    flags += ["--load", str(folder / "checkpoint"), "--ckpt-step", "2", "--no-load-optim",
+              "--no-load-rng"]
+    return flags, run_at(launcher, folder / "single", flags, 3, "probe_with_made_up_moments")
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_every_layout_of_experts_measures_the_same(
+    launcher: Launcher, tmp_path: Path, mixture: tuple[list[str], Run], layout: str
+) -> None:
+    flags, first = mixture
+    world_size, layout_flags = EXPERT_LAYOUTS[layout]
+    require_the_same(launcher, tmp_path, first, [*flags, *layout_flags], world_size,
+                     setup="probe_with_made_up_moments")
+
+
+def test_losses_that_balance_experts_are_no_part_of_a_probe(
+    launcher: Launcher, tmp_path: Path, mixture: tuple[list[str], Run]
+) -> None:
+    flags, first = mixture
+    flags = [*flags, "--moe-aux-loss-coeff", "10", "--moe-z-loss-coeff", "1"]
+    found = probed(run_at(launcher, tmp_path / "run", flags, 3, "probe_with_made_up_moments"))
+    for name, expected in probed(first).items():
+        np.testing.assert_array_equal(found[name], expected, err_msg=name)

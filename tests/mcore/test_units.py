@@ -251,3 +251,33 @@ class TestSamples:
         assert torch.equal(batch["tokens"][0], dataset[0]["tokens"])
         assert batch["origin"].tolist() == [[0, 0]]
         assert pickle.dumps(domain)
+
+
+@pytest.mark.filterwarnings("ignore")  # of what Megatron misses, when it is imported
+class TestExpertLayoutsOfAProbe:
+    def settings(self, **changes: object) -> object:
+        from megatron_d3.mcore.window_setup import probe_settings
+
+        known = {
+            "seq_length": 8, "micro_batch_size": 1, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+            "num_experts": 8, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
+            "tensor_model_parallel_size": 1, "context_parallel_size": 1} | changes
+        return probe_settings(argparse.Namespace(**known), 50)
+
+    @pytest.mark.parametrize(("tensor", "expert", "expert_tensor"), [
+        (1, 1, 1), (2, 1, 2), (1, 4, 1), (2, 2, 2), (2, 2, 1), (2, 4, 1), (1, 2, 2)])
+    def test_whole_groups_are_probed(self, tensor: int, expert: int, expert_tensor: int) -> None:
+        assert self.settings(
+            tensor_model_parallel_size=tensor, expert_model_parallel_size=expert,
+            expert_tensor_parallel_size=expert_tensor).has_dropout  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(("changes", "message"), [
+        ({"tensor_model_parallel_size": 2}, "expert-tensor-parallel-size 1: .* is 2 and experts"),
+        ({"expert_model_parallel_size": 2, "context_parallel_size": 2}, "use one of them"),
+        ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 4},
+         "parallel-size 2 times .* multiple of --tensor-model-parallel-size 4"),
+    ])
+    def test_others_are_refused(self, changes: dict[str, int], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.settings(**changes)
+        self.settings(**changes, num_experts=None)
