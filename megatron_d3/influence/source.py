@@ -7,8 +7,9 @@ over ranks. `mcore/probe.py` implements it on Megatron; the tests implement it o
 Words. A *vector* is a sequence of tensors, one contiguous tensor per local parameter in layout
 order. A *model-parallel group* is the set of ranks that together hold one copy of the weights
 (tensor and pipeline parallel, and the ranks that share one copy of the experts); a *data-parallel
-group* is the copy's place among its equals. Each group measures its own units, so no gradient of a
-unit ever crosses groups: only sketches, numbers and (once a window) one direction do.
+group* is the copy's place among its equals. Each group measures its own units, or its own sequences
+of them, so no gradient of a unit ever crosses groups: only sketches, numbers and (once a window) one
+direction do.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ class GradientSource(Protocol):
         """L, the units of the window."""
 
     @property
-    def own_units(self) -> Sequence[int]:
-        """Units that this data-parallel group measures, ascending; may be empty."""
+    def group(self) -> int:
+        """Number of this data-parallel group, in [0, num_groups)."""
+
+    @property
+    def num_groups(self) -> int:
+        """D, data-parallel groups; there may be more than units."""
 
     @property
     def num_sequences(self) -> int:
@@ -180,7 +185,8 @@ class Influence:
         gram: inner products of the units' gradients, (L, L) float64 symmetric, from sketches; of
             P^(1/2) g where the step uses the optimizer's root.
         losses: mean token loss of each unit's probe sequences, (L,) float64; 0 for a bad unit.
-        gradient_norms: norm of each unit's plain gradient, (L,) float64; 0 for a bad unit.
+        gradient_norms: norm of each unit's plain gradient, (L,) float64; from its sketch where groups
+            share units (`projected`); 0 for a bad unit.
         num_gradients: forward and backward passes, in probe sets of one unit, over the whole
             window and all groups; a pass over a quarter of a unit's probe sequences counts 1/4.
         num_forwards: forward passes without backward, in the same measure.

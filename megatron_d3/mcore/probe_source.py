@@ -45,8 +45,7 @@ class MegatronSource:
         self.num_units = num_units
         self.num_sequences = samples.num_sequences
         self._samples = samples
-        # By number, not by rank order: another data-parallel size measures the same units.
-        self.own_units = tuple(range(group_number(), num_units, num_groups()))
+        self.group, self.num_groups = group_number(), num_groups()
         self._is_displaced = False
 
     @property

@@ -97,8 +97,7 @@ class PlainSource:
         self._group = Rank(group_world or World(1, 1), 0, self._rank.shard)
         self._root = root
         self.num_units, self.num_sequences = num_units, num_sequences
-        num_groups = self._rank.world.num_groups
-        self.own_units = tuple(range(self._rank.group, num_units, num_groups))
+        self.group, self.num_groups = self._rank.group, self._rank.world.num_groups
         self.parameters = dict(self.model.named_parameters())
         tensors, self._ranges = [], []
         num_shards = self._rank.world.num_shards
@@ -135,8 +134,8 @@ class PlainSource:
         self.calls.append(("gradient", unit, start, stop, sample_key))
         total, num_tokens = self._task(self.model, unit, start, stop, sample_key)
         weights = list(self.parameters.values())
-        self.gradients = self._local(list(torch.autograd.grad(total / num_tokens, weights)))
-        return Loss(float(total.detach()) / num_tokens, num_tokens)
+        self.gradients = self._local(list(torch.autograd.grad(total / max(1, num_tokens), weights)))
+        return Loss(float(total.detach()) / max(1, num_tokens), num_tokens)
 
     def loss(self, unit: int, start: int, stop: int) -> Loss:
         self.calls.append(("loss", unit, start, stop))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ def measure(source: Any) -> dict[str, np.ndarray]:
             found[key][unit] = sketch(vector).cpu().numpy()
 
     numbers = np.zeros((NUM_UNITS, 8))
+    own_units = range(source.group, NUM_UNITS, source.num_groups)
     mean = source.new_vector()
-    for unit in source.own_units:
+    for unit in own_units:
         values = [*source.loss(unit, 0, NUM_SEQUENCES), *source.gradient(unit, 0, NUM_SEQUENCES)]
         take("gradient", unit, source.gradients)
         take("signs", unit, list(source.rademacher(unit)))
@@ -63,11 +65,11 @@ def measure(source: Any) -> dict[str, np.ndarray]:
     source.sum_over_groups(mean)
     length = source.dot(mean, mean) ** 0.5
     with source.displaced([tensor / length for tensor in mean], 0.01) as applied:
-        for unit in source.own_units:
+        for unit in own_units:
             take("applied", unit, applied)
             numbers[unit, 7] = source.gradient(unit, 0, NUM_SEQUENCES).mean
             take("there", unit, source.gradients)
-    for unit in source.own_units:
+    for unit in own_units:
         source.gradient(unit, 0, NUM_SEQUENCES)
         take("again", unit, source.gradients)
     found = {name: source.all_sum(array) for name, array in found.items()}
@@ -86,20 +88,27 @@ def measure(source: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def influences(source: Any, optimizer: Any) -> dict[str, np.ndarray]:
-    """S of every estimator, for plain and for the optimizer's steps."""
-    from megatron_d3.influence.estimators import ESTIMATORS, estimate
-    from megatron_d3.influence.settings import D3Config, SketchConfig
-    from megatron_d3.influence.sketch import make_sketch
-    from megatron_d3.influence.source import StepModel
+def every_estimator() -> list[Any]:
+    """Settings of every estimator."""
+    from megatron_d3.influence.estimators import ESTIMATORS
+    from megatron_d3.influence.settings import D3Config
 
-    sketch = make_sketch(SketchConfig(dim=DIM), source.layout)
     # Differences are larger than by default: what two layouts round differently stands out less.
     common: Any = {"probe_sequences": NUM_SEQUENCES}
     sizes = {"hutchinson_diagonal": 0.05, "shared_hessian": 0.05}
     cases = [D3Config(estimator=name, difference=sizes.get(name, 3e-3), **common)
              for name in ESTIMATORS]
-    cases.append(D3Config(directions=2, difference=3e-3, **common))
+    return [*cases, D3Config(directions=2, difference=3e-3, **common)]
+
+
+def influences(source: Any, cases: list[Any]) -> dict[str, np.ndarray]:
+    """S of each case, for plain and for the optimizer's steps."""
+    from megatron_d3.influence.estimators import estimate
+    from megatron_d3.influence.settings import SketchConfig
+    from megatron_d3.influence.sketch import make_sketch
+    from megatron_d3.influence.source import StepModel
+
+    sketch = make_sketch(SketchConfig(dim=DIM), source.layout)
     # Look-ahead is a difference of float32 losses: with small steps S would be their rounding.
     steps = {"sgd": StepModel(gamma=3.0), "optimizer": StepModel(0.01, clip=0.5, uses_root=True)}
     found = {}
@@ -109,6 +118,9 @@ def influences(source: Any, optimizer: Any) -> dict[str, np.ndarray]:
             assert influence.bad_units == ()
             name = f"{config.estimator}-{config.directions}-{step}"
             found[name] = influence.advantage
+            found[f"{name}-gram"] = influence.gram
+            found[f"{name}-norms"] = influence.gradient_norms
+            found[f"{name}-losses"] = influence.losses
             if influence.halves is not None:
                 found[f"{name}-half"] = influence.halves[0]
     return found
@@ -116,6 +128,16 @@ def influences(source: Any, optimizer: Any) -> dict[str, np.ndarray]:
 
 def probe_once() -> None:
     """Probe before the step D3_TEST_PROBE_AT (1-based), or not at all if it is 0."""
+    _probe_at_step(NUM_UNITS, lambda source: measure(source) | influences(source, every_estimator()))
+
+
+def probe_two_units_once() -> None:
+    """The same of two units by `projected` only: four data-parallel groups share them."""
+    _probe_at_step(2, lambda source: influences(
+        source, [case for case in every_estimator() if case.estimator == "projected"]))
+
+
+def _probe_at_step(num_units: int, measure_all: Callable[[Any], dict[str, np.ndarray]]) -> None:
     from megatron.training import training
 
     stock = training.train_step
@@ -123,7 +145,7 @@ def probe_once() -> None:
     @functools.wraps(stock)
     def train_step(*args: Any, iteration: int | None = None, **kwargs: Any) -> Any:
         if (iteration or 0) + 1 == int(os.environ["D3_TEST_PROBE_AT"]):
-            _probe(args[2], args[3])
+            _probe(args[2], args[3], num_units, measure_all)
         result = stock(*args, iteration=iteration, **kwargs)
         folder = _folder()
         (folder / f"state{os.environ['RANK']}.txt").write_text(_digest(args[2], args[3]))
@@ -162,7 +184,9 @@ def _leaves(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _probe(chunks: Any, optimizer: Any) -> None:
+def _probe(
+    chunks: Any, optimizer: Any, num_units: int, measure_all: Callable[[Any], dict[str, np.ndarray]]
+) -> None:
     import torch
 
     from megatron_d3.mcore.probe import Probe, ProbeSettings, UnitSamples
@@ -170,9 +194,8 @@ def _probe(chunks: Any, optimizer: Any) -> None:
     probe = Probe(chunks, optimizer, ProbeSettings(
         seq_length=SEQ_LENGTH, micro_batch_size=2, vocab_size=VOCAB, has_dropout=True))
     before = [p.data.clone() for p in probe.parameters]
-    with probe.measuring(UnitSamples(NUM_UNITS, NUM_SEQUENCES, fields)) as source:
-        found = measure(source)
-        found |= influences(source, optimizer)
+    with probe.measuring(UnitSamples(num_units, NUM_SEQUENCES, fields)) as source:
+        found = measure_all(source)
     assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
     np.savez(_folder() / f"probe{os.environ['RANK']}.npz", **found)
 

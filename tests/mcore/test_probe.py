@@ -97,6 +97,27 @@ def require_the_same(
             assert error < bound, f"{name} on rank {rank}: {error:.2g}"
 
 
+def test_groups_share_units_where_there_are_more_of_them(
+    launcher: Launcher, tmp_path: Path, single: tuple[list[str], Run]
+) -> None:
+    """Four data-parallel groups, two units: each group measures half a unit."""
+    flags, first = single
+    setup = "probe_two_units_once"
+    alone = run_at(launcher, tmp_path / "alone", flags, 3, setup=setup)
+    overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
+    run = run_at(launcher, tmp_path / "dp4", [*flags, *overlap], 3, world_size=4, setup=setup)
+    assert alone.losses() == first.losses()[2:]
+    expected, ranks = probed(alone), [probed(run, rank) for rank in range(4)]
+    names = [f"projected-{r}-{step}" for r in (1, 2) for step in ("sgd", "optimizer")]
+    assert {name for name in expected if name.count("-") == 2} == set(names)
+    for name, wanted in expected.items():
+        assert np.abs(wanted).max() > 0
+        error = np.abs(ranks[0][name] - wanted).max() / np.abs(wanted).max()
+        assert error < 1e-4, f"{name}: {error:.2g}"
+        for found in ranks[1:]:
+            np.testing.assert_array_equal(found[name], ranks[0][name])
+
+
 @pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]])
 def test_gradients_of_the_step_before_are_no_part_of_a_probe(
     launcher: Launcher, tmp_path: Path, optimizer: list[str]

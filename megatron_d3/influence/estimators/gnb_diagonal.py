@@ -50,7 +50,7 @@ def _diagonals(measuring: Measuring) -> Diagonals:
     """Measure B g' * g' of each unit and half."""
     source, probes = measuring.source, measuring.settings.probes
     table = DiagonalTable(measuring)
-    for unit in source.own_units:
+    for unit in measuring.own_units:
         for piece in cut_halves(source.num_sequences, measuring.num_curved):
             for key in range(probes if piece.is_curved else 0):
                 loss = measuring.gradient(unit, piece.start, piece.stop, sample_key=key)

@@ -94,7 +94,7 @@ def _add_displaced(
         return (z * s for z, s in zip(signs, scales, strict=True))
 
     with source.displaced(direction, size) as applied:
-        for unit in source.own_units:
+        for unit in measuring.own_units:
             loss = measuring.gradient(unit, piece.start, piece.stop)
             if probe == 0 and sign == 1:
                 table.note_tokens(piece, unit, loss)

@@ -63,6 +63,8 @@ class Measuring:
                 "does not: use `step: sgd`"
             )
         self.num_units = source.num_units
+        # Whole units of this group: by number, so another data-parallel size measures the same.
+        self.own_units = range(source.group, source.num_units, source.num_groups)
         self.dim = sketch.dim
         self.seconds = {"gradients": 0.0, "sketch": 0.0, "reduce": 0.0}
         n = source.num_sequences
@@ -165,6 +167,7 @@ class Measuring:
     ) -> Probed:
         """Measure and sketch the gradient of every own unit, and collect the others'.
 
+        For what needs a unit's whole gradient on one group; `linear.probe` shares units.
         Cost: 1 gradient a unit. One extra vector.
 
         Args:
@@ -179,7 +182,7 @@ class Measuring:
         tokens, losses = np.zeros(shape), np.zeros(shape)
         norms, bad = np.zeros(self.num_units), np.zeros(self.num_units)
         whole = self.source.new_vector()
-        for unit in self.source.own_units:
+        for unit in self.own_units:
             for index, piece in enumerate(pieces):
                 loss = self.gradient(unit, piece.start, piece.stop)
                 if is_usable(loss):

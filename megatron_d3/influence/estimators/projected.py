@@ -11,8 +11,9 @@ is the difference of two sketches.
     principal  the r main eigenvectors of the (sketched) Gram matrix;     2 + r m / n
                one pass more forms them
 
-m of the n probe sequences are used for curvature. Memory: two extra vectors, r + 1 for `principal`.
-Between data-parallel groups goes one direction (r of them) a window.
+m of the n probe sequences are used for curvature. Memory: one extra vector, r for `principal`.
+Between data-parallel groups goes one direction (r of them) a window. All of it is linear in sequences,
+so that groups may share a unit, down to a sequence each: `deal.py`.
 
 Split halves: gradients and curvature of the two halves of the sequences; P is common to both.
 """
@@ -25,16 +26,12 @@ import numpy as np
 
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence.estimators.algebra import advantage_of, gram_of, projected_quadratic
-from megatron_d3.influence.estimators.measuring import (
-    ALONG_GRADIENTS,
-    Measuring,
-    add,
-    is_usable,
-    scale,
-)
-from megatron_d3.influence.estimators.pieces import Probed, cut_halves
+from megatron_d3.influence.estimators.deal import deal
+from megatron_d3.influence.estimators.linear import add_up, probe
+from megatron_d3.influence.estimators.measuring import ALONG_GRADIENTS, Measuring, add, scale
+from megatron_d3.influence.estimators.pieces import Piece, Probed, cut_halves
 from megatron_d3.influence.settings import D3Config
-from megatron_d3.influence.source import GradientSource, Influence, StepModel
+from megatron_d3.influence.source import GradientSource, Influence, Loss, StepModel
 
 if TYPE_CHECKING:
     from megatron_d3.influence.sketch import Sketch
@@ -52,11 +49,12 @@ def estimate(
     is_mean = settings.basis == "mean" or (settings.basis == "auto" and settings.directions == 1)
     total = source.new_vector() if is_mean else []
 
-    def add_to_total(unit: int, gradient: Vector) -> None:
-        add(total, measuring.whitened(gradient), 1.0, is_first=False)
+    def add_to_total(unit: int, loss: Loss) -> None:
+        gradient = measuring.whitened(source.gradients)
+        add(total, gradient, loss.num_tokens, is_first=False)
 
     pieces = cut_halves(source.num_sequences, measuring.num_curved)
-    probed = measuring.probe(pieces, on_unit=add_to_total if is_mean else None)
+    probed = probe(measuring, pieces, on_gradient=add_to_total if is_mean else None)
     if probed.bad_units:
         return measuring.refuse(probed)
     if is_mean:
@@ -81,15 +79,18 @@ def _principal(measuring: Measuring, probed: Probed) -> list[Vector]:
     rank = int(np.sum(values > _RANK_TOLERANCE * last)) if last > 0 else 0
     num_directions = min(measuring.settings.directions, rank)
     weights = vectors[:, ::-1][:, :num_directions]  # (L, r)
-    directions: list[Vector] = [measuring.source.new_vector() for _ in range(num_directions)]
-    for unit in measuring.source.own_units if directions else ():
-        measuring.gradient(unit, 0, measuring.source.num_sequences)
-        for direction, weight in zip(directions, weights[unit], strict=True):
-            gradient = measuring.whitened(measuring.source.gradients)
-            add(direction, gradient, float(weight), is_first=False)
+    source, tokens = measuring.source, probed.tokens.sum(axis=0)  # (L,)
+    directions: list[Vector] = [source.new_vector() for _ in range(num_directions)]
+    whole = [Piece(0, 0, source.num_sequences, is_curved=False)]
+    parts = deal(whole, source.num_units, source.group, source.num_groups) if directions else ()
+    for part in parts:
+        loss = measuring.gradient(part.unit, part.start, part.stop)
+        factors = weights[part.unit] * (loss.num_tokens / tokens[part.unit])  # (r,)
+        for direction, factor in zip(directions, factors, strict=True):
+            add(direction, measuring.whitened(source.gradients), float(factor), is_first=False)
     with measuring.timed("reduce"):
         for direction in directions:
-            measuring.source.sum_over_groups(direction)
+            source.sum_over_groups(direction)
     return directions
 
 
@@ -122,6 +123,7 @@ def _products(
     """
     source = measuring.source
     shape = (len(directions), len(probed.pieces), measuring.num_units, measuring.dim)
+    curved = [index for index, piece in enumerate(probed.pieces) if piece.is_curved]
     moved, bad = np.zeros(shape), np.zeros(measuring.num_units)
     lengths = np.zeros(len(directions))
     for number, direction in enumerate(directions):
@@ -132,26 +134,20 @@ def _products(
         size = measuring.length_along(square**0.5)
         with source.displaced(direction, size) as applied:
             lengths[number] = size * source.dot(applied, direction) / square
-            for unit in source.own_units:
-                for index, piece in enumerate(probed.pieces):
-                    if not piece.is_curved:
-                        continue
-                    loss = measuring.gradient(unit, piece.start, piece.stop)
-                    sketch = measuring.sketch(measuring.whitened(source.gradients))
-                    if is_usable(loss) and np.isfinite(sketch).all():
-                        moved[number, index, unit] = sketch
-                    else:
-                        bad[unit] = 1
+            sums = add_up(measuring, [probed.pieces[index] for index in curved])
+            moved[number, curved] = sums.sketches
+            bad += sums.bad
     share = np.array(measuring.share)
     moved, bad, lengths, num_groups = measuring.all_sum(moved, bad, lengths * share, share)
-    curved = np.array([piece.is_curved for piece in probed.pieces])[:, None, None]
     lengths = lengths / num_groups  # the same on every rank, to the last bit
     if not (lengths > 0).all():
         raise ProbeError(
             f"d3.order.difference: {measuring.difference(ALONG_GRADIENTS):g} of the weights' norm does not move "
             "weights of this precision; choose a larger one"
         )
-    products = np.where(curved, moved - probed.sketches, 0) / lengths[:, None, None, None]
+    moved = moved[:, curved] / probed.tokens[curved, :, None]
+    products = np.zeros(shape)
+    products[:, curved] = (moved - probed.sketches[curved]) / lengths[:, None, None, None]
     return products, tuple(int(u) for u in np.flatnonzero(bad))
 
 
