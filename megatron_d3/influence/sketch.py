@@ -223,6 +223,9 @@ def counted_shards(
 
 def segments(shard: Shard, size: int) -> Iterator[Shard]:
     """Cut a shard, in order, into pieces of about `size` elements: of a run, or of whole runs."""
+    if shard.num_elements <= size:  # what most are: no need of a copy
+        yield shard
+        return
     if shard.run_length >= size:
         for run in range(shard.num_runs):
             for start in range(0, shard.run_length, size):
