@@ -30,6 +30,8 @@ from benchmarks._constants import (
 from benchmarks._network import DATACENTRE, Network
 from benchmarks._partition import Life, odd_rank_is_noticed, prove, stock_seconds
 from benchmarks._table import print_machine, print_table
+from megatron_d3.influence.estimators.deal import most_sequences
+from megatron_d3.influence.estimators.pieces import cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.plan.apportion import MAX_DOMAINS, is_compiled
 
@@ -208,16 +210,16 @@ def windows() -> None:
     print_table(("estimator", "L", "k", "all-reduces", "bytes", "vectors of the gradient's size",
                  "ms, 16,384 ranks, assumed network", "gradients a unit"), rows)
     settings = D3Config()
+    halves = cut_halves(settings.probe_sequences, settings.probe_sequences)
     shares = []
     for p in RANKS:
         for size in sorted({batch_size(p), batch_size(p, 4)}):
-            probed = 2 * settings.probe_sequences * -(-settings.window // p)
+            probed = 2 * most_sequences(halves, settings.window, p)
             trained = settings.window * size // p
             shares.append((
-                f"{p:,}", f"{size:,}", f"{min(p, settings.window)} of {p:,}", f"{probed:,}",
-                f"{trained:,}", f"{probed / trained:.1%}"))
-    print_table(("ranks", "batch", "ranks that measure", "sequences probed by one (projected)",
-                 "sequences trained by one", "probe / training"), shares)
+                f"{p:,}", f"{size:,}", f"{probed:,}", f"{trained:,}", f"{probed / trained:.1%}"))
+    print_table(("ranks", "batch", "sequences probed by the busiest (projected)",
+                 "sequences trained by each", "probe / training"), shares)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ steps are timed before and after. Overhead: seconds of a whole window over secon
 
 The last columns scale the measured parts to a larger global batch G on R data-parallel ranks,
 
-    overhead = (ceil(L / R) * unit + reduce + solve) / (L * step * (G / R) / G_measured),
+    overhead = (busiest / n * unit + reduce + solve) / (L * step * (G / R) / G_measured),
 
-where `unit` is what one unit takes in all parts but reduce and solve. Assumed: a rank's step takes
-time in proportion to its sequences; nothing for the network, neither in a step (whose all-reduce of
+where `unit` is what one unit takes in all parts but reduce and solve, and `busiest` how many of the
+L n probe sequences fall to the rank that has most: n ceil(L / R), but where ranks share units
+(`projected`) as few as one (influence/estimators/deal.py). Assumed: time in proportion to sequences,
+in a rank's step as in its probe; nothing for the network, neither in a step (whose all-reduce of
 gradients would lower the overhead) nor in a window (one direction's all-reduce and L (1 + r) k
 numbers, as much as one or two steps' in 60).
 """
@@ -36,6 +38,8 @@ from benchmarks import _forked
 from benchmarks._study import ENVIRONMENT
 from benchmarks._table import print_machine, print_table
 from benchmarks.step_overhead import prepare
+from megatron_d3.influence.estimators.deal import most_sequences
+from megatron_d3.influence.estimators.pieces import cut_halves
 
 DIM = 3500
 CASES: dict[str, dict[str, Any]] = {
@@ -67,11 +71,15 @@ def main() -> None:
     add("--seq-length", type=int, default=64)
     add("--width", type=int, default=96, help="hidden size (default 96: 0.4 M parameters)")
     add("--num-layers", type=int, default=2)
-    add("--scaled-batch", type=int, default=512, help="G of the last columns (default 512)")
-    add("--scaled-ranks", type=int, default=64, help="R of the last columns (default 64)")
+    add("--scaled-batch", type=int, nargs="+", default=[512, 2048],
+        help="G of the last columns (default 512 2048)")
+    add("--scaled-ranks", type=int, nargs="+", default=[64, 2048],
+        help="R of the last columns (default 64 2048)")
     options = parser.parse_args()
     if options.units < max(MEMORY_UNITS):
         parser.error(f"--units: got {options.units}, expected {max(MEMORY_UNITS)} or more")
+    if len(options.scaled_batch) != len(options.scaled_ranks):
+        parser.error("--scaled-batch and --scaled-ranks: expected as many of one as of the other")
     print_machine()
     os.environ |= ENVIRONMENT
     _forked.import_megatron()
@@ -210,30 +218,40 @@ def install(cases: Cases) -> None:
     training.train_step = train_step
 
 
+def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> int:
+    """Return the probe sequences of the rank that has most, all of them used for curvature."""
+    if not CASES[case].get("estimator"):  # projected shares units
+        return most_sequences(cut_halves(num_sequences, num_sequences), num_units, num_ranks)
+    return math.ceil(num_units / num_ranks) * num_sequences
+
+
 def report(found: Found, options: argparse.Namespace) -> None:
-    L, R = options.units, options.scaled_ranks
+    L = options.units
+    layouts = list(zip(options.scaled_batch, options.scaled_ranks, strict=True))  # (G, R)
     steps = sorted(found["steps"][2:])  # the first ones warm up
     step = sum(steps) / len(steps)
     at = options.global_batch_size
     print(f"plain step of {at} sequences of {options.seq_length} tokens: mean {step * 1e3:.1f} ms, "
           f"median {steps[len(steps) // 2] * 1e3:.1f} ms over {len(steps)} steps; L = {L}, "
           f"k = {DIM}, micro-batches of {options.micro_batch_size}\n")
-    scaled_step = step * (options.scaled_batch / R) / at
     rows = []
     for window in found["windows"]:
         seconds = window["seconds"]
         parts = {key: seconds.get(key, 0.0) for key in ("gradients", "sketch", "reduce", "solve")}
         rest = seconds["total"] - sum(parts.values())
         unit = (parts["gradients"] + parts["sketch"] + rest) / L
-        scaled = (math.ceil(L / R) * unit + parts["reduce"] + parts["solve"]) / (L * scaled_step)
+        fixed = parts["reduce"] + parts["solve"]
+        scaled = [
+            (busiest(window["case"], L, window["rows"], R) / window["rows"] * unit + fixed)
+            / (L * step * (G / R) / at) for G, R in layouts]
         share = [f"{100 * part / (L * step):.2f}" for part in (*parts.values(), rest)]
         rows.append((window["case"], window["rows"], f"{window['num_gradients'] / L:.0f}",
                      f"{100 * seconds['total'] / (L * step):.1f} %", *share,
-                     f"{100 * scaled:.1f} %"))
+                     *(f"{100 * share:.1f} %" for share in scaled)))
     print("overhead in percent of the window's L training steps, and its parts")
     print_table(
         ("estimator", "probe_sequences", "gradients a unit", "overhead", "gradients", "sketch",
-         "reduce", "solve", "rest", f"batch {options.scaled_batch} on {R} ranks"), rows)
+         "reduce", "solve", "rest", *(f"batch {G} on {R} ranks" for G, R in layouts)), rows)
     print("memory: most bytes held in a window beyond those of one pass through the model, in copies "
           "of the local gradients")
     print_table(("estimator", *(f"L = {units}" for units in MEMORY_UNITS)), [

@@ -3,7 +3,7 @@
     draft ── probe sequences ── estimator ── S ── rank 0: objective, solver ── order ── all ranks
                                               └── reliability, costs, curl ── windows.jsonl, metrics
 
-Every rank measures its units; rank 0 solves and tells the others, since two machines' linear algebra
+Every rank measures its share; rank 0 solves and tells the others, since two machines' linear algebra
 may differ in the last digit. Where S cannot be trusted the window keeps its stored order, and the
 row says why. A random order (`objective: random`) needs no S, and nothing is measured for it.
 """

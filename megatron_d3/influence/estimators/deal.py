@@ -25,9 +25,9 @@ import numpy as np
 from megatron_d3.influence.estimators.pieces import Piece
 
 CALL_SEQUENCES = 1
-"""What a call takes besides its sequences, in sequences: zeroed gradients, a sketch, small matrix
-products. Measured on a CPU, a model of 0.4 M parameters and sequences of 64 tokens: 2; it falls as
-models and sequences grow."""
+"""What a call takes besides its sequences, in sequences: a sketch, and what a small pass costs at all.
+Measured on a CPU, with a model of 0.4 M parameters and sequences of 64 tokens: 2 (9.5 ms with one
+sequence, 19.1 with four). It falls as models and sequences grow."""
 
 
 _Range = tuple[int, int, int]  # piece, start, stop

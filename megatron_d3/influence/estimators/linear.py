@@ -4,7 +4,7 @@ No rank then has a unit's whole gradient. Its norm is therefore that of its sket
 group measures the whole unit, so that every layout clips alike: unbiased in its square, off by about
 1 / sqrt(2 k), 1.2 % for k = 3500. Measured on a 60,000-parameter GPT, 16 units that are all clipped,
 this brings the error of S from sketching to 6.7-15.9 % where exact norms left 6.3-14.9 %; with
-k = 500 to 18-43 % from 9-41 %. A norm of a few sequences is farther than that from the whole unit's.
+k = 500 to 18-43 % from 9-41 %. (Norms of 8 sequences were 0.9 to 2.0 times those of 64 there.)
 """
 
 from __future__ import annotations
