@@ -1,7 +1,7 @@
 """What a window of D3 costs beside the training steps of the same run, part by part; and memory.
 
-    python -m benchmarks.window_cost                          # under 4 minutes on an idle core
-    python -m benchmarks.window_cost --units 8 --rows 8       # a quick look
+    python -m benchmarks.window_cost                          # 3 minutes of an idle machine
+    python -m benchmarks.window_cost --units 60 --seq-length 64 --width 96 --num-layers 2
 
 One process trains a small model. Between its first and second window every case measures and orders
 the same window on the same weights (nothing of it is used: training keeps the stored order); plain
@@ -38,20 +38,18 @@ from benchmarks import _forked
 from benchmarks._study import ENVIRONMENT
 from benchmarks._table import print_machine, print_table
 from benchmarks.step_overhead import prepare
-from megatron_d3.influence.estimators.deal import most_sequences
-from megatron_d3.influence.estimators.pieces import cut_halves
 
 DIM = 3500
 CASES: dict[str, dict[str, Any]] = {
     "projected, 1 direction": {},  # the default
+    "... curvature on 4 of 8": {"curvature_sequences": 4},
     "projected, 4 directions": {"directions": 4},
     "hutchinson_diagonal, 1 probe": {"estimator": "hutchinson_diagonal"},
     "hutchinson_diagonal, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},
 }
 DEFAULT = "projected, 1 direction"
-# Case -> whether its largest pass takes all sequences of a unit at once, or half of them.
-MEMORY_CASES = {
-    DEFAULT: False, "projected, 4 directions": True, "hutchinson_diagonal, 1 probe": False}
+# Case -> in how many passes it goes through a unit's sequences at the least.
+MEMORY_CASES = {DEFAULT: 2, "projected, 4 directions": 1, "hutchinson_diagonal, 1 probe": 2}
 MEMORY_UNITS = (2, 4, 8)
 MEMORY_DIM = 64  # small: the L k numbers of the sketches are no part of the question
 
@@ -62,15 +60,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--units", type=int, default=60, help="of a window, L (default 60)")
-    add("--rows", type=int, nargs="+", default=[4, 8, 16],
-        help="probe sequences of a unit (default 4 8 16; 8 only but for the default estimator)")
+    add("--units", type=int, default=12, help="of a window, L (default 12)")
+    add("--rows", type=int, nargs="+", default=[8],
+        help="probe sequences of a unit (default 8; 8 only but for the default estimator)")
     add("--full", action="store_true", help="all --rows with every estimator")
     add("--global-batch-size", type=int, default=64)
     add("--micro-batch-size", type=int, default=8)
-    add("--seq-length", type=int, default=64)
-    add("--width", type=int, default=96, help="hidden size (default 96: 0.4 M parameters)")
-    add("--num-layers", type=int, default=2)
+    add("--seq-length", type=int, default=256)
+    add("--width", type=int, default=128, help="hidden size (default 128)")
+    add("--num-layers", type=int, default=5, help="(default 5: 1.1 M parameters)")
     add("--scaled-batch", type=int, nargs="+", default=[512, 2048],
         help="G of the last columns (default 512 2048)")
     add("--scaled-ranks", type=int, nargs="+", default=[64, 2048],
@@ -164,7 +162,7 @@ class Cases:
                         num_slots=units)
         probe = run.orderer._probe
         window = peak_bytes(lambda: self._find(run, short, CASES[case], rows, MEMORY_DIM))
-        largest = rows if MEMORY_CASES[case] else rows // 2
+        largest = rows // MEMORY_CASES[case]
         pass_bytes = peak_bytes(lambda: self._one_gradient(run, short, largest))
         gradients = sum(p.main_grad.numel() * p.main_grad.element_size() for p in probe.parameters)
         return {"peak": window, "pass": pass_bytes, "gradients": gradients}
@@ -219,9 +217,14 @@ def install(cases: Cases) -> None:
 
 
 def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> int:
-    """Return the probe sequences of the rank that has most, all of them used for curvature."""
+    """Return the probe sequences of the rank that has most."""
+    # These import torch, which reads `ENVIRONMENT` when it is.
+    from megatron_d3.influence.estimators.deal import most_sequences
+    from megatron_d3.influence.estimators.pieces import cut_halves
+
     if not CASES[case].get("estimator"):  # projected shares units
-        return most_sequences(cut_halves(num_sequences, num_sequences), num_units, num_ranks)
+        num_curved = CASES[case].get("curvature_sequences", num_sequences)
+        return most_sequences(cut_halves(num_sequences, num_curved), num_units, num_ranks)
     return math.ceil(num_units / num_ranks) * num_sequences
 
 
@@ -245,7 +248,7 @@ def report(found: Found, options: argparse.Namespace) -> None:
             (busiest(window["case"], L, window["rows"], R) / window["rows"] * unit + fixed)
             / (L * step * (G / R) / at) for G, R in layouts]
         share = [f"{100 * part / (L * step):.2f}" for part in (*parts.values(), rest)]
-        rows.append((window["case"], window["rows"], f"{window['num_gradients'] / L:.0f}",
+        rows.append((window["case"], window["rows"], f"{window['num_gradients'] / L:.1f}",
                      f"{100 * seconds['total'] / (L * step):.1f} %", *share,
                      *(f"{100 * share:.1f} %" for share in scaled)))
     print("overhead in percent of the window's L training steps, and its parts")
