@@ -10,14 +10,12 @@
 #   TORCH=torch==2.13.0          the torch to install where Python has none with CUDA
 #   FRESH=1                      demo: train anew, earlier runs are kept aside
 #   ARGS='...'                   more flags for the demo or for pytest
-#   JOBS=2                       files of tests that run at the same time
 
 VENV := $(or $(VIRTUAL_ENV),.venv)
 TORCH := torch==2.13.0
 PYTHON :=
 FRESH :=
 ARGS :=
-JOBS := 2
 
 .PHONY: demo test lint setup clean help
 
@@ -31,7 +29,7 @@ demo: setup
 	@'$(VENV)/bin/python' -m megatron_d3 demo $(if $(FRESH),--fresh) $(ARGS)
 
 test: setup
-	'$(VENV)/bin/python' -m pytest -n $(JOBS) $(ARGS)
+	'$(VENV)/bin/python' -m pytest $(ARGS)
 
 lint: setup
 	'$(VENV)/bin/python' -m ruff check .

@@ -38,7 +38,6 @@ EXTRAS = {
     # With what every test needs: file formats, tokenizers, and an MPI that needs no root.
     "dev": [
         "pytest>=8",
-        "pytest-xdist>=3.6",
         "hypothesis>=6.100",
         "ruff>=0.12",
         "mypy>=1.15",
