@@ -1,6 +1,6 @@
 """What a window of D3 costs beside the training steps of the same run, part by part; and memory.
 
-    python -m benchmarks.window_cost                          # 3 minutes of an idle machine
+    python -m benchmarks.window_cost                          # 5 minutes of an idle core
     python -m benchmarks.window_cost --units 60 --seq-length 64 --width 96 --num-layers 2
 
 One process trains a small model. Between its first and second window every case measures and orders

@@ -1,6 +1,6 @@
 """Does the order of D3 train better? One small model under every order, with the controls.
 
-    nice python -m benchmarks.d3.study --out runs/d3             # about 40 minutes of one core
+    nice python -m benchmarks.d3.study --out runs/d3             # about 75 minutes of one core
     python -m benchmarks.d3.study --out runs/d3 --report         # the tables again
 
 A cell is a setting (model, optimizer, kind of units), an arm (what orders the windows) and a seed.
@@ -38,7 +38,7 @@ from benchmarks.d3.study_report import LONGER, STORED, report
 
 BATCH, SEQ_LENGTH, WINDOW = 8, 64, 20
 COMMON = shlex.split(f"""
---num-layers 2 --hidden-size 96 --num-attention-heads 4 --seq-length {SEQ_LENGTH}
+--num-layers 5 --hidden-size 128 --num-attention-heads 4 --seq-length {SEQ_LENGTH}
 --max-position-embeddings {SEQ_LENGTH} --attention-dropout 0 --hidden-dropout 0
 --init-method-std 0.02 --micro-batch-size {BATCH} --global-batch-size {BATCH}
 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --num-workers 0 --log-interval 20
@@ -47,7 +47,7 @@ COMMON = shlex.split(f"""
 GPT2: list[str] = []
 LLAMA = shlex.split("""
 --normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear
---ffn-hidden-size 256 --untie-embeddings-and-output-weights
+--ffn-hidden-size 344 --untie-embeddings-and-output-weights
 """)
 ADAM = shlex.split("--lr 3e-3 --min-lr 3e-4 --adam-beta1 0.9 --adam-beta2 0.95")
 SGD = shlex.split("--optimizer sgd --sgd-momentum 0 --lr 0.3 --min-lr 0.03")
