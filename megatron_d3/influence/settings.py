@@ -162,6 +162,9 @@ class D3Config:
         if self.min_agreement is not None and self.probe_sequences < 2:
             _refuse("min_agreement", f"{self.min_agreement} with 1 probe sequence",
                     "null, or probe_sequences of 2 or more to be split in halves")
+        if self.min_agreement is not None and self.curvature_sequences == 1:
+            _refuse("min_agreement", f"{self.min_agreement} with curvature_sequences = 1",
+                    "null, or curvature_sequences of 2 or more, one for each half")
         if self.solver == "exact" and self.window > MAX_EXACT_UNITS:
             _refuse("solver", f"exact with window = {self.window}",
                     f"window of at most {MAX_EXACT_UNITS}, or another solver")

@@ -29,6 +29,8 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
      "differences of gradients would be differences of its noise"),
     ("moe_router_force_load_balancing", False, "--moe-router-force-load-balancing",
      "differences of gradients would be differences of its noise"),
+    ("moe_router_force_biased", None, "--moe-router-force-biased",
+     "differences of gradients would be differences of its noise"),
 )
 
 

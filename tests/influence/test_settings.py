@@ -105,6 +105,8 @@ def test_a_value_that_does_not_fit_is_refused(entry: Any, message: str):
     ({"window": 3, "directions": 4}, r"d3\.order\.directions: got 4, expected at most window = 3"),
     ({"curvature_sequences": 9},
      r"d3\.order\.curvature_sequences: got 9, expected at most probe_sequences = 8"),
+    ({"min_agreement": 0.2, "curvature_sequences": 1},
+     r"d3\.order\.min_agreement: got 0\.2 with curvature_sequences = 1, expected null, or"),
     ({"min_agreement": 0.2, "probe_sequences": 1},
      r"d3\.order\.min_agreement: got 0\.2 with 1 probe sequence, expected null, or"),
     ({"solver": "exact", "window": MAX_EXACT_UNITS + 1},
