@@ -39,8 +39,8 @@ from megatron_d3.influence.estimators import estimate
 from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.influence.settings import D3Config, SketchConfig
 from megatron_d3.influence.sketch import make_sketch
-from megatron_d3.influence.solvers import solve
 from megatron_d3.influence.source import Influence, StepModel
+from megatron_d3.influence.study import best_order, regret
 from megatron_d3.plan.apportion import apportion
 from tests.influence.plain_source import PlainSource
 from tests.influence.tiny_gpt import Units
@@ -127,8 +127,7 @@ def compared(
     """Yield what came of each choice and case in a window."""
     size = domains.shape[1]
     truth = measure(checkpoint, units, step, is_double=True, estimator="look_ahead").advantage
-    least = graph.violation_cost(truth, best(truth))
-    span = graph.random_cost(truth) - least
+    least = graph.violation_cost(truth, best_order(truth, 0))
     whole = measure(checkpoint, units, step, directions=directions).advantage
     for choice in CHOICES:
         for n, m in (*CASES, (size, size)):
@@ -141,7 +140,7 @@ def compared(
             reliability = graph.split_half_reliability(*found.halves)
             yield {
                 "choice": choice, "n": n, "m": m,
-                "regret": (graph.violation_cost(truth, best(found.advantage)) - least) / span,
+                "regret": regret(truth, best_order(found.advantage, 0), least),
                 "reliability": reliability,
                 "expected": graph.expected_agreement(reliability, n, size),
                 "agreement": graph.split_half_reliability(found.advantage, whole)}
@@ -159,11 +158,6 @@ def measure(
     source = PlainSource(model, Units(units), num_units=count, num_sequences=n,
                          root=root if step.uses_root else None)
     return estimate(source, make_sketch(settings.sketch, source.layout), settings, step)
-
-
-def best(advantage: np.ndarray) -> np.ndarray:
-    """Return the best order."""
-    return solve(advantage, settings=D3Config(window=len(advantage), solver="exact"), seed=0)
 
 
 def report(rows: list[Row]) -> None:

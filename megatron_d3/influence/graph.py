@@ -204,6 +204,22 @@ def expected_agreement(reliability: float, num_sequences: int, unit_size: int) -
     return float(np.sqrt(whole + (1 - whole) * num_sequences / unit_size))
 
 
+def how_far_it_holds(
+    halves: tuple[np.ndarray, np.ndarray] | None, num_sequences: int, unit_size: int
+) -> tuple[float | None, float | None]:
+    """Return the reliability and the expected agreement of S, None and None where it has no halves.
+
+    Args:
+        halves: S from two halves of n probe sequences of each unit.
+        num_sequences: n.
+        unit_size: N, sequences of a unit.
+    """
+    if halves is None:
+        return None, None
+    reliability = split_half_reliability(*halves)
+    return reliability, expected_agreement(reliability, num_sequences, unit_size)
+
+
 def split_half_reliability(first: np.ndarray, second: np.ndarray) -> float:
     """Return the correlation of two estimates of S, in [-1, 1], over all pairs of units.
 

@@ -111,8 +111,8 @@ class D3Config:
 
     objective: Literal["online", "reverse", "random", "group", "spread"] = "online"
     """What the order is to achieve. `online`: the paper's, each unit at the lowest loss when its
-    turn comes. `reverse`: that order backwards. `random`: none; nothing is measured. `group`: units with similar
-    gradients follow each other. `spread`: they stay far apart."""
+    turn comes. `reverse`: that order backwards. `random`: none; nothing is measured. `group`: units
+    with similar gradients follow each other. `spread`: they stay far apart."""
 
     probe_sequences: Count = 8
     """Sequences of each unit that stand for it when it is probed: a random sample in which each of

@@ -26,10 +26,9 @@ from megatron_d3.errors import ProbeError
 from megatron_d3.influence.estimators.algebra import advantage_of
 from megatron_d3.influence.graph import (
     curl,
-    expected_agreement,
+    how_far_it_holds,
     random_cost,
     row_sum_potential,
-    split_half_reliability,
     violation_cost,
 )
 from megatron_d3.influence.settings import MAX_EXACT_UNITS, D3Config
@@ -253,7 +252,7 @@ def _row(
 ) -> Row:
     """Return a row without its regret."""
     count = len(found.losses)
-    reliability = None if found.halves is None else split_half_reliability(*found.halves)
+    reliability, expected = how_far_it_holds(found.halves, settings.probe_sequences, unit_size)
     reason = None
     if found.bad_units:
         reason = f"loss or gradient is not finite in unit {', '.join(map(str, found.bad_units))}"
@@ -261,9 +260,7 @@ def _row(
         name, None, num_sequences=settings.probe_sequences,
         num_gradients=found.num_gradients / count, num_forwards=found.num_forwards / count,
         seconds=seconds, curl=None if reason else curl(found.advantage), reason=reason,
-        reliability=reliability,
-        expected_agreement=None if reliability is None else expected_agreement(
-            reliability, settings.probe_sequences, unit_size))
+        reliability=reliability, expected_agreement=expected)
 
 
 def _other_orders(

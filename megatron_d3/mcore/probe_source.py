@@ -89,7 +89,7 @@ class MegatronSource:
 
     def sum_over_groups(self, vector: Vector) -> None:
         """See `GradientSource`."""
-        if num_groups() == 1:
+        if self.num_groups == 1:
             return
         for tensor in vector:
             torch.distributed.all_reduce(tensor, group=across_groups())

@@ -20,12 +20,7 @@ import numpy as np
 
 from megatron_d3.corpus.domain import Domain
 from megatron_d3.influence.estimators import estimate
-from megatron_d3.influence.graph import (
-    curl,
-    expected_agreement,
-    relative_cost,
-    split_half_reliability,
-)
+from megatron_d3.influence.graph import curl, how_far_it_holds, relative_cost
 from megatron_d3.influence.objectives import order_window, random_order
 from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.influence.settings import D3Config
@@ -186,7 +181,8 @@ class WindowOrderer:
         row_sum = solve(S, settings=replace(self.config, solver="row_sum"), seed=seed)
         cost = {name: relative_cost(S, order) for name, order in
                 (("found", found), ("row_sum", row_sum), ("stored", stored))}
-        reliability, agreement = _agreement(influence, draft, self.config)
+        reliability, agreement = how_far_it_holds(
+            influence.halves, self.config.probe_sequences, draft.unit_size)
         return found, {
             "reason": reason, "cost": cost, "curl": curl(S), "reliability": reliability,
             "expected_agreement": agreement}
@@ -211,16 +207,6 @@ class WindowOrderer:
         return Finding(order, row, arrays)
 
 
-def _agreement(
-    influence: Influence, draft: Draft, config: D3Config
-) -> tuple[float | None, float | None]:
-    """Return the reliability of S, and the expected agreement that follows from it."""
-    if influence.halves is None:
-        return None, None
-    reliability = split_half_reliability(*influence.halves)
-    return reliability, expected_agreement(reliability, config.probe_sequences, draft.unit_size)
-
-
 def _distrust(influence: Influence, draft: Draft, config: D3Config) -> str | None:
     """Return why S must not decide, if so."""
     if influence.bad_units:
@@ -229,7 +215,7 @@ def _distrust(influence: Influence, draft: Draft, config: D3Config) -> str | Non
         return f"loss or gradient is not finite in unit {units}"
     if config.min_agreement is None:
         return None
-    _, agreement = _agreement(influence, draft, config)
+    _, agreement = how_far_it_holds(influence.halves, config.probe_sequences, draft.unit_size)
     if agreement is None or not agreement >= config.min_agreement:
         return (f"expected agreement {agreement} is below d3.order.min_agreement "
                 f"{config.min_agreement}")

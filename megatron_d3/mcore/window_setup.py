@@ -14,6 +14,8 @@ from megatron_d3.mcore.probe import ProbeSettings
 from megatron_d3.mcore.window import WindowOrderer
 from megatron_d3.plan.header import RunHeader
 
+_NOISE = "differences of gradients would be differences of its noise"
+
 # (attribute, value that is fine, flag, why a probe cannot work with it)
 _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("fp8", None, "--fp8-format", "a probe would move the scaling factors that training uses"),
@@ -25,12 +27,9 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm",
      "it replaces the forward step"),
     ("delay_wgrad_compute", False, "--delay-wgrad-compute", "gradients come after the backward pass"),
-    ("moe_input_jitter_eps", None, "--moe-input-jitter-eps",
-     "differences of gradients would be differences of its noise"),
-    ("moe_router_force_load_balancing", False, "--moe-router-force-load-balancing",
-     "differences of gradients would be differences of its noise"),
-    ("moe_router_force_biased", None, "--moe-router-force-biased",
-     "differences of gradients would be differences of its noise"),
+    ("moe_input_jitter_eps", None, "--moe-input-jitter-eps", _NOISE),
+    ("moe_router_force_load_balancing", False, "--moe-router-force-load-balancing", _NOISE),
+    ("moe_router_force_biased", None, "--moe-router-force-biased", _NOISE),
 )
 
 

@@ -19,8 +19,9 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_thread():
+    """For `pytestmark`: tensors of the tests are too small for more."""
     import torch
 
     before = torch.get_num_threads()

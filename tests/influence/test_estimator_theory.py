@@ -22,6 +22,8 @@ from tests.influence.brute_force import BruteForce
 from tests.influence.plain_source import PlainSource
 from tests.influence.tiny_gpt import TinyGPT, Units, make_units, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 L, N = 5, 4
 SGD = StepModel(gamma=0.1)
 UNITS = make_units(L, N, 12, seed=3)
@@ -35,14 +37,6 @@ def config(estimator: str, **changes: Any) -> D3Config:
 def advantage(source: PlainSource, settings: D3Config, step: StepModel = SGD) -> np.ndarray:
     sketch = make_sketch(settings.sketch, source.layout)
     return estimate(source, sketch, settings, step).advantage
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

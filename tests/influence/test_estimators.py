@@ -22,6 +22,8 @@ from tests.influence.brute_force import BruteForce
 from tests.influence.plain_source import PlainSource, in_world
 from tests.influence.tiny_gpt import TinyGPT, Units, make_units, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 L, N = 5, 4
 NONE = SketchConfig(type="none")
 SGD = StepModel(gamma=0.1)
@@ -52,14 +54,6 @@ def config(case: str, **changes: Any) -> D3Config:
 
 def run(source: PlainSource, settings: D3Config, step: StepModel = SGD) -> Influence:
     return estimate(source, make_sketch(settings.sketch, source.layout), settings, step)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # these tensors are too small for more
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

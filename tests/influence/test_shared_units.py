@@ -23,6 +23,8 @@ from megatron_d3.influence.sketch import make_sketch
 from tests.influence.plain_source import PlainSource, World, in_world
 from tests.influence.tiny_gpt import TinyGPT, make_units, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 L, N, T = 3, 5, 12
 GROUPS = (1, 2, L, 2 * L, 2 * L + 1, N * L, N * L + 2)
 UNITS = make_units(L, N, T, seed=3)
@@ -31,14 +33,6 @@ CLIPPED = StepModel(gamma=0.1, clip=0.8, uses_root=True)  # clips two units of t
 CASES: dict[str, dict[str, Any]] = {
     "mean": {}, "principal 2": {"directions": 2}, "principal 1": {"basis": "principal"},
     "curvature of two": {"curvature_sequences": 2}, "curvature of one": {"curvature_sequences": 1}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # these tensors are too small for more
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

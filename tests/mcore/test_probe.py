@@ -39,6 +39,8 @@ def run_at(
         folder, flags, timeout=300, setup=f"tests.mcore.probing:{setup}",
         environment={"D3_TEST_PROBE_AT": str(probe_at)}, **kwargs).require_success()
 
+AT_STEP_2 = ["--save-interval", "2", "--ckpt-format", "torch_dist"]
+
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
 def single(
@@ -49,8 +51,7 @@ def single(
     shape = LLAMA if request.param == "llama" else []
     flags = [*TINY, "--num-layers", "4", *BATCH, *blend(folder), *shape, "--use-distributed-optimizer",
              "--dist-ckpt-optim-fully-reshardable", "--load", str(folder / "checkpoint")]
-    save = ["--save", str(folder / "checkpoint"), "--save-interval", "2", "--ckpt-format",
-            "torch_dist"]
+    save = ["--save", str(folder / "checkpoint"), *AT_STEP_2]
     first = run_at(launcher, folder / "single", [*flags, *save], 3)
     return [*flags, "--ckpt-step", "2"], first
 
@@ -178,8 +179,7 @@ def mixture(
     """The same of a mixture of experts: flags that load its weights, and its own probe."""
     folder = tmp_path_factory.mktemp("experts")
     flags = [*TINY, *BATCH, *blend(folder), *LLAMA, *EXPERTS]
-    save = ["--save", str(folder / "checkpoint"), "--save-interval", "2", "--ckpt-format",
-            "torch_dist"]
+    save = ["--save", str(folder / "checkpoint"), *AT_STEP_2]
     run_at(launcher, folder / "save", [*flags, *save], 0)
     flags += ["--load", str(folder / "checkpoint"), "--ckpt-step", "2", "--no-load-optim",
               "--no-load-rng"]
