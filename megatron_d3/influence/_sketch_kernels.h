@@ -5,7 +5,7 @@
  *   FLIP(x, bits)  x with its sign flipped where the sign bit of `bits` is set
  *   KERNEL(name)   the name of a function for this type
  *
- * Sums within a tile of FLUSH * dim elements are kept in REAL, the sums of tiles in double.
+ * Sums of up to FLUSH numbers (FEW of the dense sketch) are kept in REAL, the sums of these in double.
  */
 
 /* sum[j] += x[j], or -x[j] where the bit of global offset p + j is set. */
@@ -122,7 +122,7 @@ CLONES static void KERNEL(gaussian)(const VALUE *x, const Shard *shard, const Ma
                 for (int j = 0; j < rest; j++)
                     sum[half + row + j] += value * (REAL)sine[j];
             }
-            if (++fresh == FLUSH) {
+            if (++fresh == FEW) {
                 KERNEL(flush)(sum, out, map->dim);
                 fresh = 0;
             }
