@@ -216,16 +216,21 @@ def install(cases: Cases) -> None:
     training.train_step = train_step
 
 
-def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> int:
-    """Return the probe sequences of the rank that has most."""
+def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> float:
+    """Return what the rank that has most measures, as a share of what one unit takes."""
     # These import torch, which reads `ENVIRONMENT` when it is.
     from megatron_d3.influence.estimators.deal import most_sequences
     from megatron_d3.influence.estimators.pieces import cut_halves
 
-    if not CASES[case].get("estimator"):  # projected shares units
-        num_curved = CASES[case].get("curvature_sequences", num_sequences)
-        return most_sequences(cut_halves(num_sequences, num_curved), num_units, num_ranks)
-    return math.ceil(num_units / num_ranks) * num_sequences
+    if CASES[case].get("estimator"):  # whole units
+        return math.ceil(num_units / num_ranks)
+    num_curved = CASES[case].get("curvature_sequences", num_sequences)
+    pieces = cut_halves(num_sequences, num_curved)
+    directions = CASES[case].get("directions", 1)
+    passes = 1 if directions == 1 else 2  # besides those for curvature
+    most = passes * most_sequences(pieces, num_units, num_ranks)
+    most += directions * most_sequences(pieces, num_units, num_ranks, only_curved=True)
+    return most / (passes * num_sequences + directions * num_curved)
 
 
 def report(found: Found, options: argparse.Namespace) -> None:
@@ -245,7 +250,7 @@ def report(found: Found, options: argparse.Namespace) -> None:
         unit = (parts["gradients"] + parts["sketch"] + rest) / L
         fixed = parts["reduce"] + parts["solve"]
         scaled = [
-            (busiest(window["case"], L, window["rows"], R) / window["rows"] * unit + fixed)
+            (busiest(window["case"], L, window["rows"], R) * unit + fixed)
             / (L * step * (G / R) / at) for G, R in layouts]
         share = [f"{100 * part / (L * step):.2f}" for part in (*parts.values(), rest)]
         rows.append((window["case"], window["rows"], f"{window['num_gradients'] / L:.1f}",

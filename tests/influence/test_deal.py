@@ -19,7 +19,8 @@ def shares(num_sequences: int, num_units: int, num_groups: int) -> list[list[tup
 @pytest.mark.parametrize(("num_groups", "expected"), [
     (1, [[(0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4)]]),
     (2, [[(0, 0, 2), (0, 2, 4)], [(1, 0, 2), (1, 2, 4)]]),
-    (3, [[(0, 0, 2)], [(0, 2, 4)], [(1, 0, 2), (1, 2, 4)]]),
+    (3, [[(0, 0, 1), (0, 1, 2)], [(0, 2, 3), (0, 3, 4), (1, 0, 1)],
+         [(1, 1, 2), (1, 2, 3), (1, 3, 4)]]),
     (4, [[(0, 0, 2)], [(0, 2, 4)], [(1, 0, 2)], [(1, 2, 4)]]),
     (8, [[(u, s, s + 1)] for u in range(2) for s in range(4)]),
     (9, [[], *([(u, s, s + 1)] for u in range(2) for s in range(4))]),
@@ -29,7 +30,7 @@ def test_two_units_of_four_sequences(num_groups, expected):
 
 
 @pytest.mark.parametrize(("num_groups", "expected"), [
-    (1, 480), (30, 16), (59, 12), (60, 8), (90, 6), (120, 4), (180, 4), (240, 2), (479, 2), (480, 1),
+    (1, 480), (30, 16), (59, 10), (60, 8), (90, 6), (120, 4), (180, 4), (240, 2), (479, 2), (480, 1),
     (2000, 1)])  # fmt: skip
 def test_the_busiest_group_of_a_window_of_60_units(num_groups, expected):
     assert most_sequences(cut_halves(8, 8), 60, num_groups) == expected
@@ -47,6 +48,24 @@ def test_every_sequence_is_measured_once_and_within_its_piece(
     for part in found:
         piece = pieces[part.piece]
         assert piece.start <= part.start < part.stop <= piece.stop
+
+
+@given(num_sequences=st.integers(1, 9), num_curved=st.integers(1, 9), num_units=st.integers(1, 7),
+       num_groups=st.integers(1, 80))  # fmt: skip
+def test_curvature_is_measured_once_in_ranges_of_the_gradients(
+    num_sequences, num_curved, num_units, num_groups
+):
+    num_curved = min(num_curved, num_sequences)
+    pieces = cut_halves(num_sequences, num_curved)
+    everything, by_group = ([deal(pieces, num_units, group, num_groups, only_curved=only_curved)
+                             for group in range(num_groups)] for only_curved in (False, True))
+    curved = [part for parts in by_group for part in parts]
+    assert curved == [p for parts in everything for p in parts if pieces[p.piece].is_curved]
+    assert sum(p.stop - p.start for p in curved) == num_units * num_curved
+    counts = [len(parts) for parts in by_group]
+    assert max(counts) - min(counts) <= 1
+    most = max(sum(p.stop - p.start for p in parts) for parts in by_group)
+    assert most == most_sequences(pieces, num_units, num_groups, only_curved=True)
 
 
 @given(num_sequences=st.integers(1, 9), num_units=st.integers(1, 7), factor=st.integers(1, 3))

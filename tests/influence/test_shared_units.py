@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,22 @@ def test_no_group_measures_more_than_its_share(model, case, num_groups):
     assert sum(counts) == passes * L * N
     assert max(counts) <= passes * most_sequences(cut_halves(N, N), L, num_groups)
     assert num_groups <= N * L or min(counts) == 0
+
+
+@pytest.mark.parametrize("num_groups", [2 * L, 4 * L, N * L])
+def test_gradients_whose_difference_is_taken_come_from_the_same_calls(model, num_groups):
+    """A model whose losses depend on what else is in the call, as with routers that drop tokens: were
+    the displaced pass cut otherwise, its difference over a small step would be enormous."""
+
+    def losses(model, unit, start, stop, sample_key):
+        total, num_tokens = Masked()(model, unit, start, stop, sample_key)
+        return total * (stop - start), num_tokens
+
+    settings = replace(config(), curvature_sequences=N - 1)
+    world = found_by(model, losses, num_groups, settings)
+    (alone,) = found_by(model, losses, 1, settings)
+    # The gradients differ with the cut, so S does, but not by the inverse of the difference's size.
+    assert np.abs(world[0].advantage).max() < 5 * np.abs(alone.advantage).max()
 
 
 # ---------------------------------------------------------------- norms

@@ -11,7 +11,10 @@ give or take one. With few groups a range is a whole piece; with more than units
     D = 4 L                                            2            2
     D = 8 L and more                                   1            1
 
-All of it depends on numbers that every rank knows, so that nothing need be agreed upon.
+All of it depends on numbers that every rank knows, so that nothing need be agreed upon. A pass over some
+of the pieces only takes their ranges as all pieces together are cut, and deals them anew: what is measured
+twice, to take the difference, is then measured in the same calls, whose micro-batches a model may depend
+on (a router that drops tokens).
 """
 
 from __future__ import annotations
@@ -50,11 +53,21 @@ class Part:
     stop: int
 
 
-def deal(pieces: Sequence[Piece], num_units: int, group: int, num_groups: int) -> tuple[Part, ...]:
+def deal(
+    pieces: Sequence[Piece], num_units: int, group: int, num_groups: int, *, only_curved: bool = False
+) -> tuple[Part, ...]:
     """Return what a group measures of L units, maybe nothing; all groups together: everything once.
 
     Pieces are cut in equal ranges (to one sequence) so that the busiest group is done soonest;
-    among equals, in the fewest.
+    among equals, with the fewest sequences, then in the fewest ranges.
+
+    Args:
+        pieces: of every unit.
+        num_units: L.
+        group: whose share is returned.
+        num_groups: D.
+        only_curved: leave out the pieces that are not for curvature; the others are cut as if all
+            were measured.
 
     >>> halves = [Piece(0, 0, 2, True), Piece(1, 2, 4, True)]
     >>> [(p.unit, p.start, p.stop) for p in deal(halves, 2, group=0, num_groups=1)]
@@ -64,22 +77,36 @@ def deal(pieces: Sequence[Piece], num_units: int, group: int, num_groups: int) -
     >>> [(p.unit, p.start, p.stop) for p in deal(halves, 2, group=2, num_groups=8)]
     [(0, 2, 3)]
     """
-    ranges = _ranges(pieces, num_units, num_groups)
+    ranges = _ranges(pieces, num_units, num_groups, only_curved)
     first, last = _bounds(len(ranges) * num_units, num_groups)[group : group + 2]
     places = (divmod(i, len(ranges)) for i in range(first, last))
     return tuple(Part(unit, *ranges[place]) for unit, place in places)
 
 
-def most_sequences(pieces: Sequence[Piece], num_units: int, num_groups: int) -> int:
+def most_sequences(
+    pieces: Sequence[Piece], num_units: int, num_groups: int, *, only_curved: bool = False
+) -> int:
     """Return how many sequences the busiest group measures."""
-    return _busiest(_ranges(pieces, num_units, num_groups), num_units, num_groups, call=0)
+    ranges = _ranges(pieces, num_units, num_groups, only_curved)
+    return _busiest(ranges, num_units, num_groups, call=0)
 
 
-def _ranges(pieces: Sequence[Piece], num_units: int, num_groups: int) -> list[_Range]:
-    """Return the ranges of every unit."""
+def _ranges(
+    pieces: Sequence[Piece], num_units: int, num_groups: int, only_curved: bool
+) -> list[_Range]:
+    """Return the ranges of every unit: those with which a pass over all and one over the pieces for
+    curvature take least together."""
+
+    def curved(way: list[_Range]) -> list[_Range]:
+        return [part for part in way if pieces[part[0]].is_curved]
+
+    def cost(way: list[_Range]) -> list[int]:
+        return [sum(_busiest(ranges, num_units, num_groups, call=call)
+                    for ranges in (way, curved(way))) for call in (CALL_SEQUENCES, 0)]
+
     longest = max(piece.stop - piece.start for piece in pieces)
-    ways = [_cut(pieces, most) for most in range(longest, 0, -1)]
-    return min(ways, key=lambda way: _busiest(way, num_units, num_groups, call=CALL_SEQUENCES))
+    best = min((_cut(pieces, most) for most in range(longest, 0, -1)), key=cost)
+    return curved(best) if only_curved else best
 
 
 def _cut(pieces: Sequence[Piece], most: int) -> list[_Range]:

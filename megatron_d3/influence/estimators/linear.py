@@ -41,13 +41,15 @@ def add_up(
     measuring: Measuring,
     pieces: Sequence[Piece],
     *,
+    only_curved: bool = False,
     on_gradient: Callable[[int, Loss], None] | None = None,
 ) -> Sums:
     """Measure and sketch this group's share of the units' gradients at the weights as they are.
 
     Args:
         measuring: of the window.
-        pieces: what is measured of each unit; the sums are by piece.
+        pieces: of each unit; the sums are by piece.
+        only_curved: see :func:`deal`; the sums of other pieces are 0.
         on_gradient: called with (unit, loss) while `source.gradients` holds the finite gradient of a
             range of its sequences.
     """
@@ -56,7 +58,8 @@ def add_up(
     sums = Sums(
         np.zeros((*shape, measuring.dim)), np.zeros(shape), np.zeros(shape), np.zeros(shape[1])
     )
-    for part in deal(pieces, measuring.num_units, source.group, source.num_groups):
+    parts = deal(pieces, shape[1], source.group, source.num_groups, only_curved=only_curved)
+    for part in parts:
         loss = measuring.gradient(part.unit, part.start, part.stop)
         sketch = measuring.sketch(measuring.whitened(source.gradients))
         if not (np.isfinite(loss.mean) and np.isfinite(sketch).all()):

@@ -123,7 +123,6 @@ def _products(
     """
     source = measuring.source
     shape = (len(directions), len(probed.pieces), measuring.num_units, measuring.dim)
-    curved = [index for index, piece in enumerate(probed.pieces) if piece.is_curved]
     moved, bad = np.zeros(shape), np.zeros(measuring.num_units)
     lengths = np.zeros(len(directions))
     for number, direction in enumerate(directions):
@@ -134,8 +133,8 @@ def _products(
         size = measuring.length_along(square**0.5)
         with source.displaced(direction, size) as applied:
             lengths[number] = size * source.dot(applied, direction) / square
-            sums = add_up(measuring, [probed.pieces[index] for index in curved])
-            moved[number, curved] = sums.sketches
+            sums = add_up(measuring, probed.pieces, only_curved=True)
+            moved[number] = sums.sketches
             bad += sums.bad
     share = np.array(measuring.share)
     moved, bad, lengths, num_groups = measuring.all_sum(moved, bad, lengths * share, share)
@@ -145,6 +144,7 @@ def _products(
             f"d3.order.difference: {measuring.difference(ALONG_GRADIENTS):g} of the weights' norm does not move "
             "weights of this precision; choose a larger one"
         )
+    curved = [index for index, piece in enumerate(probed.pieces) if piece.is_curved]
     moved = moved[:, curved] / probed.tokens[curved, :, None]
     products = np.zeros(shape)
     products[:, curved] = (moved - probed.sketches[curved]) / lengths[:, None, None, None]
