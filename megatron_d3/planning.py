@@ -14,7 +14,7 @@ from megatron_d3.config import RunConfig, parse_config
 from megatron_d3.corpus import shuffle
 from megatron_d3.corpus.domain import Domain, open_domain
 from megatron_d3.errors import ConfigError
-from megatron_d3.influence import objectives, solvers
+from megatron_d3.influence import objectives, probe_choice, solvers
 from megatron_d3.mix import MIXERS
 from megatron_d3.plan import apportion, draft
 from megatron_d3.plan.batch_schedule import BatchSchedule
@@ -70,7 +70,7 @@ def plan_header(
     if config.order is not None:
         _check_window(config.order.params.window, batch_schedule, total_samples)
         versions |= {"windows": draft.VERSION, "objectives": objectives.VERSION,
-                     "solvers": solvers.VERSION}
+                     "probe_choice": probe_choice.VERSION, "solvers": solvers.VERSION}
     return RunHeader(
         seq_length=seq_length, seed=seed, tokenizer=tokenizer, total_samples=total_samples,
         batch_schedule=batch_schedule, domains=records, config=config.to_dict(),

@@ -142,7 +142,7 @@ def compared(
                 "choice": choice, "n": n, "m": m,
                 "regret": regret(truth, best_order(found.advantage, 0), least),
                 "reliability": reliability,
-                "expected": graph.expected_agreement(reliability, n, size),
+                "expected": graph.expected_agreement(reliability, m, size),
                 "agreement": graph.split_half_reliability(found.advantage, whole)}
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_d3.errors import ProbeError
+from megatron_d3.influence.settings import COMMON_STEPS, D3Config
 
 _TOLERANCE = 1e-9  # of the largest entry: more than sums of float64 in another order differ by
 
@@ -205,19 +206,24 @@ def expected_agreement(reliability: float, num_sequences: int, unit_size: int) -
 
 
 def how_far_it_holds(
-    halves: tuple[np.ndarray, np.ndarray] | None, num_sequences: int, unit_size: int
+    halves: tuple[np.ndarray, np.ndarray] | None, settings: D3Config, unit_size: int
 ) -> tuple[float | None, float | None]:
     """Return the reliability and the expected agreement of S, None and None where it has no halves.
 
+    With m < n probe sequences for curvature the agreement is that of m, as if all errors were those of
+    curvature. Estimators in `COMMON_STEPS` have none.
+
     Args:
         halves: S from two halves of n probe sequences of each unit.
-        num_sequences: n.
+        settings: what S was measured with.
         unit_size: N, sequences of a unit.
     """
     if halves is None:
         return None, None
     reliability = split_half_reliability(*halves)
-    return reliability, expected_agreement(reliability, num_sequences, unit_size)
+    if settings.estimator in COMMON_STEPS:
+        return reliability, None
+    return reliability, expected_agreement(reliability, settings.num_curved, unit_size)
 
 
 def split_half_reliability(first: np.ndarray, second: np.ndarray) -> float:

@@ -26,6 +26,10 @@ WHERE = "d3.order"
 MAX_EXACT_UNITS = 18
 """Longest window of `solver: exact`; its table of subsets has 2**L entries."""
 
+COMMON_STEPS = ("look_ahead", "look_ahead_even", "exact")
+"""Estimators whose halves share the units' steps, that of all probe sequences: how well the halves agree
+says nothing of how another sample of sequences would step."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "window": 60,
@@ -139,8 +143,9 @@ class D3Config:
 
     min_agreement: Annotated[float, Range("[0, 1]")] | None = None
     """Keep the stored order of a window where the expected agreement of S with that of all sequences
-    of its units, a correlation that follows from the reliability and from how many are probed, is
-    below this; null: never."""
+    of its units, a correlation that follows from the reliability and from how many are probed (for
+    curvature, where `curvature_sequences` is less), is below this; null: never. Not with
+    `look_ahead`, `look_ahead_even` and `exact`."""
 
     difference: Annotated[float, Range("(0, 1)")] | None = None
     """Size of the finite differences of gradients, as a share of the norm of the weights; null: as
@@ -159,6 +164,13 @@ class D3Config:
         if (self.curvature_sequences or 1) > self.probe_sequences:
             _refuse("curvature_sequences", self.curvature_sequences,
                     f"at most probe_sequences = {self.probe_sequences}")
+        if self.min_agreement is not None and self.objective == "random":
+            _refuse("min_agreement", f"{self.min_agreement} with objective = random",
+                    "null (nothing is measured for a random order)")
+        if self.min_agreement is not None and self.estimator in COMMON_STEPS:
+            _refuse("min_agreement", f"{self.min_agreement} with estimator = {self.estimator}",
+                    f"null, or an estimator other than {', '.join(COMMON_STEPS)} (their halves share "
+                    "the units' steps, so that no agreement follows from them)")
         if self.min_agreement is not None and self.probe_sequences < 2:
             _refuse("min_agreement", f"{self.min_agreement} with 1 probe sequence",
                     "null, or probe_sequences of 2 or more to be split in halves")
@@ -173,6 +185,12 @@ class D3Config:
         if self.overlap and self.every > 1:
             _refuse("overlap", f"true with every = {self.every}",
                     "every = 1 (a window that is skipped has no half to measure again)")
+
+
+    @property
+    def num_curved(self) -> int:
+        """Probe sequences of a unit that are used for curvature."""
+        return self.curvature_sequences or self.probe_sequences
 
 
 def _refuse(key: str, got: object, expected: str) -> None:

@@ -61,7 +61,7 @@ class Row:
         reliability: correlation of S from two halves of the sequences, None without halves; for a
             judge by look-ahead see above.
         expected_agreement: correlation to expect of S with that of all sequences by the same
-            estimator; None without halves.
+            estimator; None without halves, and where they share steps (`COMMON_STEPS`).
         curl: share of S that no sort by one number explains; None without S.
         reason: why there is no order.
     """
@@ -252,7 +252,7 @@ def _row(
 ) -> Row:
     """Return a row without its regret."""
     count = len(found.losses)
-    reliability, expected = how_far_it_holds(found.halves, settings.probe_sequences, unit_size)
+    reliability, expected = how_far_it_holds(found.halves, settings, unit_size)
     reason = None
     if found.bad_units:
         reason = f"loss or gradient is not finite in unit {', '.join(map(str, found.bad_units))}"

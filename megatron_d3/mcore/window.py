@@ -182,7 +182,7 @@ class WindowOrderer:
         cost = {name: relative_cost(S, order) for name, order in
                 (("found", found), ("row_sum", row_sum), ("stored", stored))}
         reliability, agreement = how_far_it_holds(
-            influence.halves, self.config.probe_sequences, draft.unit_size)
+            influence.halves, self.config, draft.unit_size)
         return found, {
             "reason": reason, "cost": cost, "curl": curl(S), "reliability": reliability,
             "expected_agreement": agreement}
@@ -215,8 +215,9 @@ def _distrust(influence: Influence, draft: Draft, config: D3Config) -> str | Non
         return f"loss or gradient is not finite in unit {units}"
     if config.min_agreement is None:
         return None
-    _, agreement = how_far_it_holds(influence.halves, config.probe_sequences, draft.unit_size)
-    if agreement is None or not agreement >= config.min_agreement:
-        return (f"expected agreement {agreement} is below d3.order.min_agreement "
-                f"{config.min_agreement}")
+    _, agreement = how_far_it_holds(influence.halves, config, draft.unit_size)
+    assert agreement is not None, "settings without agreement have no min_agreement"
+    if agreement < config.min_agreement:
+        return (f"expected agreement {agreement:.3g} is below d3.order.min_agreement "
+                f"{config.min_agreement:g}")
     return None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_d3.errors import ProbeError
 from megatron_d3.influence import graph
+from megatron_d3.influence.settings import COMMON_STEPS, D3Config
 
 
 def random_advantage(num_units: int, seed: int) -> np.ndarray:
@@ -204,6 +205,43 @@ def test_agreement_with_all_sequences_is_foretold_by_halves_of_a_sample(truth, n
 def test_a_reliability_below_0_foretells_what_0_does():
     assert graph.expected_agreement(-1.0, 4, 16) == graph.expected_agreement(0.0, 4, 16) == 0.5
     assert graph.expected_agreement(-1.0, 16, 16) == 1.0
+
+
+def test_agreement_with_fewer_sequences_for_curvature_is_not_promised_too_high():
+    """Units that do not differ: halves do not agree, and S of 8 sequences, of which 2 are for curvature,
+    knows little of S of all 32. Means of 40 windows."""
+    found, expected, of_all = np.mean([agreements_of_equal_units(seed) for seed in range(40)], axis=0)
+    assert found < expected < found + 0.1  # a reliability below 0 counts as 0: a little too high
+    assert of_all > found + 0.25  # what 8 for curvature as well would promise
+
+
+def agreements_of_equal_units(seed: int) -> tuple[float, float, float]:
+    """Agreement found, expected, and expected of 8 for curvature, for S_ij ~ g_j H_i g_j - g_i H_j g_i."""
+    rng = np.random.default_rng(seed)
+    count, dim, size, n, m = 40, 30, 32, 8, 2
+    gradients = 1 + 0.3 * rng.standard_normal((size, count, dim))
+    curvatures = 1 + rng.standard_normal((size, count, dim))
+
+    def advantage(for_gradients, for_curvature):
+        g, h = gradients[for_gradients].mean(0), curvatures[for_curvature].mean(0)  # (L, d)
+        return graph.advantage(-(h @ (g * g).T).T)
+
+    whole = advantage(slice(0, size), slice(0, size))
+    measured = advantage(slice(0, n), [0, n // 2])
+    halves = tuple(advantage(slice(i, i + n // 2), [i]) for i in (0, n // 2))
+    _, expected = graph.how_far_it_holds(
+        halves, D3Config(probe_sequences=n, curvature_sequences=m), size)
+    _, of_all = graph.how_far_it_holds(halves, D3Config(probe_sequences=n), size)
+    assert expected is not None
+    assert of_all is not None
+    return graph.split_half_reliability(measured, whole), expected, of_all
+
+
+@pytest.mark.parametrize("estimator", COMMON_STEPS)
+def test_halves_that_share_steps_foretell_nothing(estimator):
+    S = np.array([[0.0, 2.0], [-2.0, 0.0]])
+    reliability, expected = graph.how_far_it_holds((S, S), D3Config(estimator=estimator), 32)
+    assert (round(reliability, 9), expected) == (1.0, None)
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e300])

@@ -109,6 +109,11 @@ def test_a_value_that_does_not_fit_is_refused(entry: Any, message: str):
      r"d3\.order\.min_agreement: got 0\.2 with curvature_sequences = 1, expected null, or"),
     ({"min_agreement": 0.2, "probe_sequences": 1},
      r"d3\.order\.min_agreement: got 0\.2 with 1 probe sequence, expected null, or"),
+    ({"min_agreement": 0.2, "objective": "random"},
+     r"d3\.order\.min_agreement: got 0\.2 with objective = random, expected null \(nothing is"),
+    *(({"min_agreement": 0.0, "estimator": name},
+       rf"d3\.order\.min_agreement: got 0\.0 with estimator = {name}, expected null, or an estimator")
+      for name in ("look_ahead", "look_ahead_even", "exact")),
     ({"solver": "exact", "window": MAX_EXACT_UNITS + 1},
      rf"d3\.order\.solver: got exact with window = {MAX_EXACT_UNITS + 1}, expected window of at"),
     ({"overlap": True, "window": 1}, r"d3\.order\.overlap: got true with window = 1"),

@@ -67,8 +67,7 @@ class Measuring:
         self.own_units = range(source.group, source.num_units, source.num_groups)
         self.dim = sketch.dim
         self.seconds = {"gradients": 0.0, "sketch": 0.0, "reduce": 0.0}
-        n = source.num_sequences
-        self.num_curved = min(settings.curvature_sequences or n, n)
+        self.num_curved = min(settings.num_curved, source.num_sequences)
         self._sketch = sketch
         self._num_sequences = {"gradients": 0, "forwards": 0}
         # All ranks of a group know its losses, and a sum over all ranks must count them once.
