@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_d3.config import RunConfig, parse_config
 from megatron_d3.corpus import shuffle
@@ -23,6 +24,8 @@ from megatron_d3.plan.draft import WindowRule
 from megatron_d3.plan.header import DomainRecord, RunHeader
 from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.registry import build_mix
+
+_OLD_KEYS = ("min_reliability",)
 
 
 def open_domains(config: RunConfig, *, seq_length: int, seed: int) -> list[Domain]:
@@ -118,7 +121,7 @@ def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:
 
     def make_decider(header: RunHeader, table_ids: tuple[int, ...]) -> Decider:
         # The header's paths are absolute, so the folder does not matter.
-        config = parse_config(header.config, folder=Path("/"), mixers=mixers)
+        config = parse_config(_without_old_keys(header.config), folder=Path("/"), mixers=mixers)
         domains = [record.info for record in header.domains]
         mixer, cap, _ = build_mix(
             config.mix, domains, total_samples=header.total_samples, mixers=mixers)
@@ -129,6 +132,17 @@ def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:
             windows=window_rule(config))
 
     return make_decider
+
+
+def _without_old_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out the keys of `order` that there are no more, which older plans record.
+
+    They said how orders are found; orders are read from the plan. A resume still compares them.
+    """
+    order = config.get("order")
+    if not order:
+        return config
+    return {**config, "order": {key: value for key, value in order.items() if key not in _OLD_KEYS}}
 
 
 def window_rule(config: RunConfig) -> WindowRule | None:

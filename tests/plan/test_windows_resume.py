@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_d3.config import parse_config
+from megatron_d3.errors import ResumeError
 from megatron_d3.mix import MIXERS
 from megatron_d3.plan.audit import audit
 from megatron_d3.plan.batch_schedule import BatchSchedule
@@ -266,3 +267,29 @@ def test_every_mixer_runs_resumes_and_is_audited_with_windows(
     assert result.is_sound, result.findings
     records = draws(tmp_path / "d3")
     assert len(np.unique(records)) == len(records) == 48
+
+
+@pytest.mark.parametrize("value", [None, 0.5])
+def test_a_plan_that_holds_a_key_that_is_no_more_goes_on(
+    tmp_path: Path, value: float | None
+) -> None:
+    """With a value that key acted on the orders, so that going on without it needs a fork."""
+    config = parse_config({
+        "domains": {"a": "x/a", "b": "x/b"}, "mix": {"type": "natural"},
+        "order": {"type": "d3", "window": 5}}, folder=Path("/corpora")).to_dict()
+    now = header(sizes=(40, 20), total=48, config=config, read_ahead_steps=2)
+    before = replace(now, config=config | {"order": config["order"] | {"min_reliability": value}})
+
+    def run(folder: str, head: RunHeader, *args: int, **options: object) -> None:
+        Trainer(tmp_path / folder, head, factory=decider_factory(), orderer=random_order).run(
+            *args, **options)  # type: ignore[arg-type]
+
+    run("whole", now)
+    run("d3", before, stop_at=8)
+    if value is not None:
+        with pytest.raises(ResumeError, match=r"made with order\.min_reliability 0\.5, now null"):
+            run("d3", now, 5, 20)
+    run("d3", now, 5, 20, mode="fork" if value else "strict")
+    assert audit(tmp_path / "d3", decider_factory()).is_sound
+    if value is None:
+        np.testing.assert_array_equal(draws(tmp_path / "d3"), draws(tmp_path / "whole"))
