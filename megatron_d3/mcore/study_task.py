@@ -69,14 +69,18 @@ def compare(setup: Any, args: argparse.Namespace, job: StudyJob) -> Report | Non
         ResumeError: the plan does not belong to the checkpoint.
         ProbeError: a unit's loss or gradient is not finite.
     """
-    config, unit_size = _config(setup, job)
-    cases = make_cases(job.estimators, config)
+    # What cannot be studied is refused before anything is loaded.
+    make_cases(job.estimators, _config(
+        setup, job, max(size for _, size in setup.header.batch_schedule.steps)))
     settings = probe_settings(args, int(get_tokenizer().vocab_size))
     folder = _require_checkpoint(args)
     chunks, optimizer = _load(args)
     probe = Probe(chunks, optimizer, settings)
-    sketch = make_sketch(config.sketch, probe.layout)
     units = _next_units(setup, args, job)
+    unit_size = units.records.shape[1]
+    config = _config(setup, job, unit_size)
+    cases = make_cases(job.estimators, config)
+    sketch = make_sketch(config.sketch, probe.layout)
     read = _reader(setup, units)
 
     def measure(asked: D3Config, step: StepModel) -> Influence:
@@ -121,16 +125,15 @@ def _origin(units: NextUnits) -> str:
     return f"of the plan {units.plan}"
 
 
-def _config(setup: Any, job: StudyJob) -> tuple[D3Config, int]:
-    """Return the run's settings of D3, or the default ones, for a window of L units; and G."""
+def _config(setup: Any, job: StudyJob, unit_size: int) -> D3Config:
+    """Return the run's settings of D3, or the default ones, for a window of L units of G samples."""
     if job.num_units < MIN_UNITS:
         raise ConfigError(f"--units: got {job.num_units}, expected at least {MIN_UNITS}")
     order = setup.config.order
     config = D3Config() if order is None else order.params
-    unit_size = min(size for _, size in setup.header.batch_schedule.steps)
     num_sequences = min(config.probe_sequences, unit_size)
     return replace(config, window=job.num_units, probe_sequences=num_sequences,
-                   min_agreement=None, overlap=False, every=1, preset=None), unit_size
+                   min_agreement=None, overlap=False, every=1, preset=None)
 
 
 def _require_checkpoint(args: argparse.Namespace) -> Path:
