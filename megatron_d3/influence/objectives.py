@@ -42,7 +42,7 @@ _ONE = 1 << 20  # cosine 1, and the nearness of neighbours; L times their produc
 def order_window(
     advantage: np.ndarray, gram: np.ndarray | None, settings: D3Config, seed: int | Sequence[int]
 ) -> np.ndarray:
-    """Return the order that `settings.objective` asks for.
+    """Return the order that `settings.objective` asks for; not `random`, see :func:`random_order`.
 
     Args:
         advantage: (L, L) S, used by `online` and `reverse`.
@@ -56,7 +56,7 @@ def order_window(
 
     Raises:
         ProbeError: the array that is used is not square or not finite, or S not antisymmetric, or
-            the gram is missing.
+            the gram is missing, or the objective is `random`.
         ConfigError: the solver cannot take so many units.
 
     >>> S = np.array([[0.0, -1.0, 3.0], [1.0, 0.0, -4.0], [-3.0, 4.0, 0.0]])
@@ -70,7 +70,7 @@ def order_window(
         case "reverse":
             return solve(advantage, settings=settings, seed=seed)[::-1].copy()
         case "random":
-            return random_order(len(advantage), seed)
+            raise ProbeError("objective random: got measurements, it needs none: use random_order")
         case "group":
             return group(cosines(gram), seed=seed)
         case "spread":

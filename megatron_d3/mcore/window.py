@@ -44,7 +44,7 @@ class Finding:
     Attributes:
         order: (n,) int64, slot s gets unit order[s].
         row: for `windows.jsonl` and the metrics.
-        arrays: S and what belongs to it; on rank 0 only, empty where nothing was measured.
+        arrays: `order`, and where something was measured S and what belongs to it.
     """
 
     order: np.ndarray
@@ -83,13 +83,13 @@ class WindowOrderer:
         config: `order` of the run's configuration.
         domains: opened, in domain order.
         maker: makes the fields of a sample.
-        settings: of the probe.
+        settings: of the probe; None where nothing is to be measured (`objective: random`).
         seed: of the run.
     """
 
     def __init__(
         self, config: D3Config, domains: Sequence[Domain], *, maker: SampleMaker,
-        settings: ProbeSettings, seed: int,
+        settings: ProbeSettings | None, seed: int,
     ) -> None:
         self.config = config
         self.step_seconds: float | None = None  # of the training steps since the last window
@@ -105,6 +105,8 @@ class WindowOrderer:
         Raises:
             ProbeError: its parameters cannot be placed, or the sketch is larger than the model.
         """
+        if self._settings is None:
+            return
         self._probe = Probe(chunks, optimizer, self._settings)
         self._sketch = make_sketch(self.config.sketch, self._probe.layout)
         self._optimizer = optimizer
@@ -121,7 +123,7 @@ class WindowOrderer:
             return None
         started = time.perf_counter()
         influence = reason = None
-        if self.config.objective != "random":
+        if self._settings is not None:
             reason, step = self._step_model()
             if reason is None:
                 influence = self._measure(draft, table_ids, step)
@@ -169,7 +171,7 @@ class WindowOrderer:
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """On rank 0: the order, and what is worth knowing of S."""
         seed = [self._seed, draft.round, crc32(b"d3 order")]
-        if self.config.objective == "random":
+        if self._settings is None:
             return random_order(draft.num_units, seed), {}
         stored = stored_order(draft)
         if influence is None or influence.bad_units:

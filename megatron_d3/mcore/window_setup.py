@@ -48,11 +48,14 @@ def window_orderer(
         vocab_size: ids of the tokenizer; the embedding may have more rows.
 
     Raises:
-        ConfigError: a flag with which a probe cannot work, or more probe sequences than a unit has.
+        ConfigError: a flag with which a probe cannot work, or more probe sequences than a unit has;
+            a random order is found without one.
     """
     if config.order is None:
         return None
     d3 = config.order.params
+    if d3.objective == "random":
+        return WindowOrderer(d3, domains, maker=maker, seed=header.seed, settings=None)
     settings = probe_settings(args, vocab_size)
     smallest = min(size for _, size in header.batch_schedule.steps)
     if d3.probe_sequences > smallest:

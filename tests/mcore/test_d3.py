@@ -194,10 +194,12 @@ def require_continued(
 def test_a_random_order_is_not_measured_for(
     launcher: Launcher, corpora: Path, tmp_path: Path
 ) -> None:
-    """Nor does it wait for a learning rate above 0."""
-    path = config(corpora, "random", objective="random")
+    """Nor does it wait for a learning rate above 0, or refuse what cannot be measured: more probe
+    sequences than a unit has, a sketch larger than the model, a router's noise."""
+    path = config(corpora, "random", objective="random", probe_sequences=16, sketch={"dim": 10**9})
     run = launcher.run(
-        tmp_path / "run", arguments(path, tmp_path / "save", "--lr-warmup-iters", "4"),
+        tmp_path / "run", arguments(path, tmp_path / "save", "--lr-warmup-iters", "4",
+                                    "--moe-input-jitter-eps", "0.01"),
         setup="tests.mcore.faults:note_probed_sequences").require_success()
     assert not (run.folder / "probed.jsonl").exists()
     rows = windows(tmp_path / "save")
