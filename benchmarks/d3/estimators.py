@@ -30,6 +30,7 @@ from benchmarks._table import print_machine, print_table
 from megatron_d3.corpus.demo import DemoCorpus, build_demo_corpus
 from megatron_d3.corpus.domain import Domain, open_domain
 from megatron_d3.influence import graph
+from megatron_d3.influence.adam import step_root_
 from megatron_d3.influence.estimators import estimate
 from megatron_d3.influence.settings import D3Config, SketchConfig
 from megatron_d3.influence.sketch import make_sketch
@@ -38,7 +39,8 @@ from megatron_d3.influence.source import Influence, StepModel
 from tests.influence.plain_source import PlainSource
 from tests.influence.tiny_gpt import TinyGPT, Units
 
-VOCAB_SIZE, BATCH, ADAM_EPS = 512, 16, 1e-8
+VOCAB_SIZE, BATCH = 512, 16
+BETA2, ADAM_EPS = 0.99, 1e-8
 EXACT = {"type": "none"}
 SKETCHED = {"type": "rotation", "dim": 3584}
 
@@ -132,7 +134,7 @@ class Bench:
     def checkpoints(self, steps: list[int]) -> Iterator[Checkpoint]:
         """Train, and yield the model at each of the steps."""
         rng = np.random.default_rng([self.options.seed, 1])
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3, betas=(0.9, 0.99))
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3, betas=(0.9, BETA2))
         for step in range(1, max(steps) + 1):
             ids = torch.stack([self.tokens(int(rng.integers(len(self.domains))), step * BATCH + b)
                                for b in range(BATCH)])
@@ -142,10 +144,11 @@ class Bench:
             optimizer.step()
             if step in steps:
                 print(f"step {step}: loss {float(total.detach()) / num_tokens:.3f}", flush=True)
-                root = {
-                    name: ((optimizer.state[p]["exp_avg_sq"] / (1 - 0.99**step)).sqrt()
-                           + ADAM_EPS) ** -0.5
-                    for name, p in self.model.named_parameters()}
+                moments = {name: optimizer.state[p]["exp_avg_sq"] / (1 - BETA2**step)
+                           for name, p in self.model.named_parameters()}
+                root = {name: step_root_(moment, float(moment.mean()), beta2=BETA2, num_steps=step,
+                                         eps=ADAM_EPS)
+                        for name, moment in moments.items()}
                 yield Checkpoint(step, copy.deepcopy(self.model), root)
 
     def units(self, *, is_mixed: bool) -> Units:

@@ -124,7 +124,7 @@ class D3Config:
     domains as nearly as possible, so that it needs 2 or more."""
 
     curvature_sequences: Count | None = None
-    """Of the probe sequences, how many are used for curvature, spread over the domains too; null:
+    """Of the probe sequences, how many are used for curvature: a systematic sample of each half; null:
     all."""
 
     every: Count = 1

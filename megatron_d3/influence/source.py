@@ -154,7 +154,8 @@ class GradientSource(Protocol):
     def step_root(self) -> Vector | None:
         """Return P^(1/2) of the optimizer's preconditioner, positive; None for plain gradients.
 
-        Adam: (sqrt(v_hat) + eps)^(-1/2).
+        Adam: (sqrt(v_hat) + eps)^(-1/2), with the v_hat that a step leaves whose squared gradient is
+        each parameter's mean of v_hat.
         """
 
 

@@ -7,7 +7,7 @@ only ones that live here are the saved weights while they are displaced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,19 +121,30 @@ class MegatronSource:
 
     def tensor_scales(self) -> list[float]:
         """See `GradientSource`."""
+        means = self._means([p.data for p in self._probe.parameters], lambda x: torch.dot(x, x))
+        return [mean**0.5 for mean in means]
+
+    def _means(
+        self, vector: Vector, total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[float]:
+        """Return the mean of each unsharded parameter, in layout order; that of all where it is 0.
+
+        Args:
+            vector: local tensors.
+            total: the sum that is divided by the number of elements, of flat float64 elements.
+        """
         names = {name: i for i, name in enumerate(self.layout.global_sizes)}
-        squares = np.zeros(len(names))
-        for parameter, shards in zip(self._probe.parameters, self.layout.tensors, strict=True):
+        totals = np.zeros(len(names))
+        for tensor, shards in zip(vector, self.layout.tensors, strict=True):
             for shard in shards:
                 if shard.is_counted:
-                    values = _runs(parameter.data, shard).double()
-                    squares[names[shard.name]] += float(torch.dot(values, values))
-        squares = self.group_sum(squares)  # (T,)
+                    totals[names[shard.name]] += float(total(_runs(tensor, shard).double()))
+        totals = self.group_sum(totals)  # (T,)
         sizes = np.array(list(self.layout.global_sizes.values()), np.float64)
-        rms = np.sqrt(squares / sizes)
-        rms[rms == 0] = np.sqrt(squares.sum() / sizes.sum())
+        means = totals / sizes
+        means[means == 0] = totals.sum() / sizes.sum()
         # NOTE: a tensor with several shards is one parameter of one name (a gated MLP's halves).
-        return [float(rms[names[shards[0].name]]) for shards in self.layout.tensors]
+        return [float(means[names[shards[0].name]]) for shards in self.layout.tensors]
 
     @contextlib.contextmanager
     def displaced(self, direction: Direction, size: float) -> Iterator[Vector]:
@@ -188,7 +199,8 @@ class MegatronSource:
         Raises:
             ProbeError: the optimizer has no second moments (yet).
         """
-        return step_root(self._probe.optimizer, self._probe.parameters)
+        return step_root(self._probe.optimizer, self._probe.parameters,
+                         lambda moments: self._means(moments, torch.sum))
 
 
 class _Displacement(Sequence[torch.Tensor]):

@@ -1,22 +1,26 @@
 """P^(1/2) of the optimizer's preconditioner, read from Megatron's (sharded) optimizer state.
 
-Adam's step is gamma * P g with P = 1 / (sqrt(v_hat) + eps), v_hat = v / (1 - beta2^t). Momentum and
-weight decay are the same whichever unit comes next, to first order, and are left out.
+Which step that is, and what of it is left out: `influence/adam.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_d3.errors import ProbeError
+from megatron_d3.influence.adam import step_root_
 from megatron_d3.mcore.probe_groups import optimizer_group
+
+if TYPE_CHECKING:
+    from megatron_d3.influence.source import Vector
 
 
 def step_root(
-    optimizer: Any, parameters: Sequence[torch.nn.Parameter]
+    optimizer: Any, parameters: Sequence[torch.nn.Parameter],
+    means_of: Callable[[Vector], Sequence[float]],
 ) -> list[torch.Tensor] | None:
     """Return P^(1/2) of each parameter, or None where the optimizer is plain SGD.
 
@@ -27,6 +31,8 @@ def step_root(
     Args:
         optimizer: Megatron's.
         parameters: float32 or bfloat16 parameters of this rank, in layout order.
+        means_of: returns the mean of each unsharded parameter of a vector, in layout order; that of
+            all parameters where it is 0.
 
     Returns:
         For each parameter a float32 tensor of its shape, or None.
@@ -42,12 +48,13 @@ def step_root(
         raise ProbeError(
             "order.step: optimizer: Adam has no second moments before its first step")
     group = leaves[0].optimizer.param_groups[0]
-    roots = []
+    beta2 = group["betas"][1]
+    moments = []
     for parameter in parameters:
-        moment = _second_moment(parameter, leaves)
-        unbiased = moment.div_(1.0 - group["betas"][1] ** num_steps)
-        roots.append(unbiased.sqrt_().add_(group["eps"]).rsqrt_().view(parameter.shape))
-    return roots
+        moment = _second_moment(parameter, leaves).div_(1.0 - beta2**num_steps)
+        moments.append(moment.view(parameter.shape))
+    return [step_root_(moment, mean, beta2=beta2, num_steps=num_steps, eps=group["eps"])
+            for moment, mean in zip(moments, means_of(moments), strict=True)]
 
 
 def steps_taken(optimizer: Any) -> int:

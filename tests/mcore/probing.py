@@ -155,7 +155,7 @@ def _probe_at_step(num_units: int, measure_all: Callable[[Any], dict[str, np.nda
 
 
 def probe_with_made_up_moments() -> None:
-    """The same with squared weights as Adam's second moments, under every layout.
+    """The same with Adam's second moments made of the weights, under every layout.
 
     Megatron does not load an optimizer's state from a run without expert parallelism into one with.
     """
@@ -171,7 +171,7 @@ def probe_with_made_up_moments() -> None:
         for leaf in _leaves(args[3]):
             for group in leaf.optimizer.param_groups:
                 for weight in group["params"]:
-                    square = weight.detach().float() ** 2
+                    square = (0.01 * weight.detach().float()) ** 2
                     leaf.optimizer.state.setdefault(weight, {
                         "step": torch.tensor(2.0), "exp_avg": torch.zeros_like(square),
                         "exp_avg_sq": square})
@@ -196,8 +196,31 @@ def _probe(
     before = [p.data.clone() for p in probe.parameters]
     with probe.measuring(UnitSamples(num_units, NUM_SEQUENCES, fields)) as source:
         found = measure_all(source)
+        if os.environ["WORLD_SIZE"] == "1":
+            _check_root(source.step_root(), optimizer, probe.parameters)
     assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
     np.savez(_folder() / f"probe{os.environ['RANK']}.npz", **found)
+
+
+def _check_root(roots: Any, optimizer: Any, parameters: list[Any]) -> None:
+    """Every second moment is used, each with its parameter's mean."""
+    import torch
+
+    from megatron_d3.influence.adam import step_root_
+    from megatron_d3.mcore.step_root import _second_moment, steps_taken
+
+    leaves, num_steps = _leaves(optimizer), steps_taken(optimizer)
+    moments = [_second_moment(p, leaves) for p in parameters]
+    stored = [s["exp_avg_sq"].reshape(-1) for leaf in leaves for s in leaf.optimizer.state.values()]
+    assert torch.equal(torch.cat(moments).sort()[0], torch.cat(stored).sort()[0])
+    group = leaves[0].optimizer.param_groups[0]
+    beta2, eps = group["betas"][1], group["eps"]
+    moments = [moment / (1 - beta2**num_steps) for moment in moments]
+    mean = float(torch.cat(moments).double().mean())
+    for root, moment in zip(roots, moments, strict=True):
+        own = float(moment.double().mean()) or mean
+        expected = step_root_(moment, own, beta2=beta2, num_steps=num_steps, eps=eps)
+        torch.testing.assert_close(root.reshape(-1), expected, rtol=1e-5, atol=0)
 
 
 def _folder() -> Path:
