@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,15 @@ def measure(source: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def every_estimator() -> list[Any]:
-    """Settings of every estimator."""
-    from megatron_d3.influence.estimators import ESTIMATORS
+def settings_of(names: Iterable[str]) -> list[Any]:
+    """Settings of estimators, and of `projected` with two directions."""
     from megatron_d3.influence.settings import D3Config
 
     # Differences are larger than by default: what two layouts round differently stands out less.
     common: Any = {"probe_sequences": NUM_SEQUENCES}
     sizes = {"hutchinson_diagonal": 0.05, "shared_hessian": 0.05}
     cases = [D3Config(estimator=name, difference=sizes.get(name, 3e-3), **common)
-             for name in ESTIMATORS]
+             for name in names]
     return [*cases, D3Config(directions=2, difference=3e-3, **common)]
 
 
@@ -126,15 +125,23 @@ def influences(source: Any, cases: list[Any]) -> dict[str, np.ndarray]:
     return found
 
 
-def probe_once() -> None:
-    """Probe before the step D3_TEST_PROBE_AT (1-based), or not at all if it is 0."""
-    _probe_at_step(NUM_UNITS, lambda source: measure(source) | influences(source, every_estimator()))
+def probe_once(*names: str) -> None:
+    """Probe before the step D3_TEST_PROBE_AT (1-based), or not at all if it is 0.
+
+    Args:
+        names: of estimators; all by default.
+    """
+    def measure_all(source: Any) -> dict[str, np.ndarray]:
+        from megatron_d3.influence.estimators import ESTIMATORS
+
+        return measure(source) | influences(source, settings_of(names or ESTIMATORS))
+
+    _probe_at_step(NUM_UNITS, measure_all)
 
 
 def probe_two_units_once() -> None:
     """The same of two units by `projected` only: four data-parallel groups share them."""
-    _probe_at_step(2, lambda source: influences(
-        source, [case for case in every_estimator() if case.estimator == "projected"]))
+    _probe_at_step(2, lambda source: influences(source, settings_of(["projected"])))
 
 
 def _probe_at_step(num_units: int, measure_all: Callable[[Any], dict[str, np.ndarray]]) -> None:
@@ -155,13 +162,13 @@ def _probe_at_step(num_units: int, measure_all: Callable[[Any], dict[str, np.nda
 
 
 def probe_with_made_up_moments() -> None:
-    """The same with Adam's second moments made of the weights, under every layout.
+    """The same of some estimators, with Adam's second moments made of the weights under every layout.
 
     Megatron does not load an optimizer's state from a run without expert parallelism into one with.
     """
     from megatron.training import training
 
-    probe_once()
+    probe_once("projected", "hutchinson_diagonal", "gnb_diagonal", "look_ahead")
     probing = training.train_step
 
     @functools.wraps(probing)
