@@ -210,11 +210,12 @@ def windows() -> None:
     print_table(("estimator", "L", "k", "all-reduces", "bytes", "vectors of the gradient's size",
                  "ms, 16,384 ranks, assumed network", "gradients a unit"), rows)
     settings = D3Config()
-    halves = cut_halves(settings.probe_sequences, settings.probe_sequences)
+    halves = cut_halves(settings.probe_sequences, settings.num_curved)
     shares = []
     for p in RANKS:
         for size in sorted({batch_size(p), batch_size(p, 4)}):
-            probed = 2 * most_sequences(halves, settings.window, p)
+            probed = most_sequences(halves, settings.window, p)
+            probed += 2 * most_sequences(halves, settings.window, p, only_curved=True)
             trained = settings.window * size // p
             shares.append((
                 f"{p:,}", f"{size:,}", f"{probed:,}", f"{trained:,}", f"{probed / trained:.1%}"))

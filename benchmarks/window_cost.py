@@ -227,10 +227,10 @@ def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> fl
     num_curved = CASES[case].get("curvature_sequences", num_sequences)
     pieces = cut_halves(num_sequences, num_curved)
     directions = CASES[case].get("directions", 1)
-    passes = 1 if directions == 1 else 2  # besides those for curvature
-    most = passes * most_sequences(pieces, num_units, num_ranks)
-    most += directions * most_sequences(pieces, num_units, num_ranks, only_curved=True)
-    return most / (passes * num_sequences + directions * num_curved)
+    passes = directions + (directions > 1)  # over what curvature is measured on
+    most = most_sequences(pieces, num_units, num_ranks)
+    most += passes * most_sequences(pieces, num_units, num_ranks, only_curved=True)
+    return most / (num_sequences + passes * num_curved)
 
 
 def report(found: Found, options: argparse.Namespace) -> None:

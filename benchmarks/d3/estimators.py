@@ -44,13 +44,15 @@ BETA2, ADAM_EPS = 0.99, 1e-8
 EXACT = {"type": "none"}
 SKETCHED = {"type": "rotation", "dim": 3584}
 
-# Row of the table -> settings; n stands for the sequences of a unit.
+WHOLE = {"estimator": "projected", "curvature_sequences": 1.0}
+
+# Row of the table -> settings; curvature sequences as a share of n, the sequences of a unit.
 ROWS: dict[str, dict[str, Any]] = {
-    "projected, mean direction, exact dot": {"estimator": "projected"},
-    "projected, mean direction, k=3584": {"estimator": "projected", "sketch": SKETCHED},
-    "projected, top-1 direction": {"estimator": "projected", "basis": "principal"},
-    "projected, top-2": {"estimator": "projected", "directions": 2},
-    "projected, top-4": {"estimator": "projected", "directions": 4},
+    "projected, mean direction, exact dot": {"basis": "mean", **WHOLE},
+    "projected, mean direction, k=3584": {"basis": "mean", "sketch": SKETCHED, **WHOLE},
+    "projected, top-1 direction": WHOLE,
+    "projected, top-2": {"directions": 2, **WHOLE},
+    "projected, top-4": {"directions": 4, **WHOLE},
     "diagonal Hutchinson, 1 probe": {"estimator": "hutchinson_diagonal"},
     "diagonal Hutchinson, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},
     "diagonal Hutchinson, 1 probe, k=3584": {

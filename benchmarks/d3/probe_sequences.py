@@ -4,10 +4,8 @@
     python -m benchmarks.d3.probe_sequences --out runs/d3-probes --report    # the tables again
 
 One small GPT (plain torch) is trained by Adam on the demo corpus. At each checkpoint windows of units
-of N sequences are ordered by `projected` from n of them, of which m have their curvature measured:
-
-    first     the first n of each unit
-    taken     those that a window takes (`influence/probe_choice.py`)
+of N sequences are ordered by S from n of them, those that a window takes (`influence/probe_choice.py`),
+of which m have their curvature measured,
 
 in units that hold
 
@@ -17,7 +15,8 @@ in units that hold
 
 Regret of an order: its cost under S by look-ahead (the definition) on all sequences in float64, 0 for
 the best order, 1 for the mean of random ones. Agreement: the correlation of S with that of all N
-sequences by the same estimator, beside what a window's reliability makes expect.
+sequences by the same estimator, beside what a window's reliability makes expect. Cost: sequences passed
+forwards and backwards for each unit.
 """
 
 from __future__ import annotations
@@ -46,11 +45,16 @@ from tests.influence.plain_source import PlainSource
 from tests.influence.tiny_gpt import Units
 
 KINDS = ("even", "shares", "pure")
-# Name -> step, directions of `projected`.
-STEPS = {"SGD, projected": (StepModel(0.05), 1),
-         "Adam, projected:2": (StepModel(3e-4, uses_root=True), 2)}
-CASES = ((4, 4), (6, 6), (8, 8), (12, 12), (16, 16), (10, 6), (12, 4), (8, 4))  # (n, m)
-CHOICES = ("first", "taken")
+STEPS = {"SGD": StepModel(0.05), "Adam": StepModel(3e-4, uses_root=True)}
+WAYS: dict[str, dict[str, Any]] = {
+    "projected:mean": {"basis": "mean"}, "projected": {}, "projected:2": {"directions": 2},
+    "hutchinson_diagonal": {"estimator": "hutchinson_diagonal"}}
+CASES = (  # n, m, way
+    (4, 2, "projected"), (8, 8, "hutchinson_diagonal"), (8, 8, "projected:mean"), (8, 4, "projected"),
+    (8, 2, "projected:2"), (8, 4, "projected:2"), (8, 8, "projected:2"), (12, 6, "projected"),
+    (16, 16, "projected:mean"), (16, 8, "projected"), (16, 8, "projected:2"), (32, 32, "projected:mean"),
+    (32, 32, "hutchinson_diagonal"), (32, 16, "projected"), (32, 32, "projected"),
+    (32, 16, "projected:2"), (32, 32, "projected:2"))
 
 Row = dict[str, Any]
 
@@ -97,11 +101,10 @@ def measured(options: argparse.Namespace, seed: int) -> Iterator[Row]:
                 ids = [bench.tokens(int(domain), 100_000 * (1 + window) + place)
                        for place, domain in enumerate(domains.reshape(-1))]
                 units = torch.stack(ids).view(*domains.shape, -1)
-                for name, (step, directions) in STEPS.items():
+                for name, step in STEPS.items():
                     about = {"seed": seed, "checkpoint": checkpoint.step, "kind": kind,
                              "window": window, "step": name}
-                    for row in compared(
-                            checkpoint, units, domains, step, directions, [seed, window]):
+                    for row in compared(checkpoint, units, domains, step, [seed, window]):
                         yield about | row
 
 
@@ -122,28 +125,26 @@ def drawn_domains(
 
 def compared(
     checkpoint: Checkpoint, units: torch.Tensor, domains: np.ndarray, step: StepModel,
-    directions: int, key: list[int],
+    key: list[int],
 ) -> Iterator[Row]:
-    """Yield what came of each choice and case in a window."""
-    size = domains.shape[1]
+    """Yield what came of each case in a window."""
+    count, size = domains.shape
     truth = measure(checkpoint, units, step, is_double=True, estimator="look_ahead").advantage
     least = graph.violation_cost(truth, best_order(truth, 0))
-    whole = measure(checkpoint, units, step, directions=directions).advantage
-    for choice in CHOICES:
-        for n, m in (*CASES, (size, size)):
-            places = np.tile(np.arange(n), (len(domains), 1))
-            if choice == "taken":
-                places = choose_probes(domains, n, num_curved=m, seed=key)
-            probed = torch.take_along_dim(units, torch.from_numpy(places)[..., None], 1)
-            found = measure(checkpoint, probed, step, directions=directions, curvature_sequences=m)
-            assert found.halves is not None
-            reliability = graph.split_half_reliability(*found.halves)
-            yield {
-                "choice": choice, "n": n, "m": m,
-                "regret": regret(truth, best_order(found.advantage, 0), least),
-                "reliability": reliability,
-                "expected": graph.expected_agreement(reliability, m, size),
-                "agreement": graph.split_half_reliability(found.advantage, whole)}
+    whole = {way: measure(checkpoint, units, step, curvature_sequences=size, **keys).advantage
+             for way, keys in WAYS.items()}
+    for n, m, way in CASES:
+        places = choose_probes(domains, n, num_curved=m, seed=key)
+        probed = torch.take_along_dim(units, torch.from_numpy(places)[..., None], 1)
+        found = measure(checkpoint, probed, step, curvature_sequences=m, **WAYS[way])
+        assert found.halves is not None
+        reliability = graph.split_half_reliability(*found.halves)
+        yield {
+            "n": n, "m": m, "way": way, "cost": found.num_gradients * n / count,
+            "regret": regret(truth, best_order(found.advantage, 0), least),
+            "reliability": reliability,
+            "expected": graph.expected_agreement(reliability, m, size),
+            "agreement": graph.split_half_reliability(found.advantage, whole[way])}
 
 
 def measure(
@@ -176,14 +177,14 @@ def table(title: str, rows: list[Row]) -> None:
                        for row in rows})
     print(f"\n{title}; {num_windows} windows: regret with its standard error")
     lines = []
-    for n, m in sorted({(row["n"], row["m"]) for row in rows}):
-        these = [row for row in rows if (row["n"], row["m"]) == (n, m)]
-        lines.append([n, m, *(cell(these, choice, key) for choice in CHOICES for key in keys)])
-    print_table(["n", "m", *(f"{choice}: {key}" for choice in CHOICES for key in keys)], lines)
+    for n, m, way in CASES:
+        these = [row for row in rows if (row["n"], row["m"], row["way"]) == (n, m, way)]
+        lines.append([way, n, m, f"{these[0]['cost']:g}", *(cell(these, key) for key in keys)])
+    print_table(["estimator", "n", "m", "cost", *keys], lines)
 
 
-def cell(rows: list[Row], choice: str, key: str) -> str:
-    values = np.array([row[key] for row in rows if row["choice"] == choice])
+def cell(rows: list[Row], key: str) -> str:
+    values = np.array([row[key] for row in rows])
     if key != "regret":
         return f"{values.mean():.2f}"
     error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan

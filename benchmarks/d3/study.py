@@ -70,6 +70,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "row sums": {"solver": "row_sum"},
     "projected, 4 directions": {"directions": 4},
+    "projected, mean direction": {"basis": "mean"},
     "hutchinson_diagonal": {"estimator": "hutchinson_diagonal"},
     "gnb_diagonal": {"estimator": "gnb_diagonal"},
     "look_ahead": {"estimator": "look_ahead", "curvature_sequences": 2},
@@ -134,7 +135,8 @@ class D3Study(Study):
         setting, arm, seed = cell
         factor = 3 if arm == LONGER else 1
         flags, is_pure = SETTINGS[str(setting)]
-        order = {"type": "d3", "window": WINDOW, "probe_sequences": BATCH, **ARMS[str(arm)]}
+        order = {"type": "d3", "window": WINDOW, "probe_sequences": BATCH,
+                 "curvature_sequences": BATCH, **ARMS[str(arm)]}
         if arm == "look_ahead" and "Adam" in str(setting):
             order["step"] = "optimizer"  # plain gradients times Adam's rate would hardly move it
         config = self.config(cell, {

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--units", type=int, default=_DEFAULT_UNITS, metavar="L",
         help=f"global batches to look at (default {_DEFAULT_UNITS})")  # fmt: skip
     add("--estimators", metavar="NAME[:N],...",
-        help="e.g. projected (mean direction), projected:4 (directions), hutchinson_diagonal:4 "
+        help="e.g. projected, projected:4 (directions), projected:mean, hutchinson_diagonal:4 "
              "(probes), gnb_diagonal:4, fisher, shared_hessian, look_ahead:2 (sequences), "
              "look_ahead_even:2, exact; default: all but exact, which costs 2 L gradients a unit. "
              "The configured one is always compared")  # fmt: skip

@@ -42,7 +42,7 @@ def choose_probes(
     Args:
         domains: (L, N) ids of the domains of each unit's sequences.
         num_sequences: n, from 1 to N.
-        num_curved: sequences for curvature, from 1 to n; None: all.
+        num_curved: m, sequences for curvature, from 1 to n; None: all.
         seed: of the run and of the window, e.g. its first round. The same window measured again has
             the same probe sequences; units that are left for a later window (`overlap`) have others
             there, whose errors are independent.

@@ -88,12 +88,12 @@ class D3Config:
     `exact`: the whole second order, L more gradients a unit; for small models."""
 
     directions: Count = 1
-    """Directions of `projected`: each costs one more gradient a unit."""
+    """Directions of `projected`: each costs one more gradient of the curvature sequences."""
 
     basis: Literal["auto", "mean", "principal"] = "auto"
-    """Which directions `projected` takes: the `mean` gradient of the window (1 direction only, no
-    extra pass) or its `principal` ones (one more pass over the window). `auto`: `mean` for 1
-    direction, `principal` for more."""
+    """Which directions `projected` takes: the `principal` ones of the window's gradients (one more
+    pass over the curvature sequences) or their `mean` (1 direction only, no extra pass; poor where
+    units differ much). `auto`: `principal`."""
 
     probes: Count = 1
     """Random probes of `hutchinson_diagonal`, drawn labels of `gnb_diagonal`."""
@@ -125,7 +125,7 @@ class D3Config:
 
     curvature_sequences: Count | None = None
     """Of the probe sequences, how many are used for curvature: a systematic sample of each half; null:
-    all."""
+    half of them for `projected`, all for the others."""
 
     every: Count = 1
     """Order each n-th window, from the first on; the others keep the stored order."""
@@ -189,8 +189,11 @@ class D3Config:
 
     @property
     def num_curved(self) -> int:
-        """Probe sequences of a unit that are used for curvature."""
-        return self.curvature_sequences or self.probe_sequences
+        """Probe sequences of a unit that are used for curvature; at least one of each half."""
+        count = self.probe_sequences
+        if self.curvature_sequences is None and self.estimator == "projected":
+            return max(min(count, 2), (count + 1) // 2)
+        return self.curvature_sequences or count
 
 
 def _refuse(key: str, got: object, expected: str) -> None:

@@ -1,6 +1,7 @@
 """What `d3 study` compares, written as a user types it.
 
-    projected               the mean direction              projected:2      two principal directions
+    projected               the principal direction         projected:2      the two main ones
+    projected:mean          the mean gradient
     hutchinson_diagonal:4   four probes                     gnb_diagonal:4   four drawn labels
     look_ahead:2            losses of two of the probe sequences
 
@@ -20,8 +21,10 @@ from megatron_d3.influence.settings import D3Config
 
 WHERE = "--estimators"
 
+MEAN = "projected:mean"
+
 DEFAULT = (
-    "projected", "projected:2", "projected:4", "hutchinson_diagonal", "hutchinson_diagonal:4",
+    "projected:mean", "projected", "projected:2", "projected:4", "hutchinson_diagonal", "hutchinson_diagonal:4",
     "gnb_diagonal", "gnb_diagonal:4", "fisher", "shared_hessian", "look_ahead", "look_ahead_even",
 )
 """What is compared unless named; `exact` costs 2 L gradients a unit and has to be asked for."""
@@ -71,14 +74,16 @@ def make_cases(names: Sequence[str] | None, config: D3Config) -> list[Case]:
 def name_of(config: D3Config) -> str:
     """Return how the configured estimator is typed.
 
-    >>> name_of(D3Config()), name_of(D3Config(basis="principal")), name_of(D3Config(probes=4))
-    ('projected', 'projected:1', 'projected')
+    >>> name_of(D3Config()), name_of(D3Config(basis="mean")), name_of(D3Config(probes=4))
+    ('projected', 'projected:mean', 'projected')
     """
     name = config.estimator
+    if name == "projected" and config.basis == "mean":
+        return MEAN
     key = _NUMBER.get(name, "")
     is_plain = {
         "": True, "probes": config.probes == 1,
-        "directions": config.directions == 1 and config.basis != "principal",
+        "directions": config.directions == 1,
         "curvature_sequences": config.curvature_sequences is None,
     }
     return name if is_plain[key] else f"{name}:{getattr(config, key)}"
@@ -92,7 +97,9 @@ def _case(name: str, config: D3Config) -> Case:
                                "min_agreement": None}  # that decides of a run, not of a study
     if _NUMBER.get(kind) == "curvature_sequences":
         changes["curvature_sequences"] = None
-    if colon:
+    if name == MEAN:
+        changes["basis"] = "mean"
+    elif colon:
         if kind not in _NUMBER:
             raise ConfigError(f"{WHERE}: got {name}, but {kind} takes no number")
         number = _number(name, 0)
@@ -100,8 +107,6 @@ def _case(name: str, config: D3Config) -> Case:
             raise ConfigError(f"{WHERE}: got {name}, expected a whole number of at least 1 after the "
                               f"colon ({_NUMBER[kind]})")
         changes[_NUMBER[kind]] = number
-        if kind == "projected":
-            changes["basis"] = "principal"
     return Case(name, replace(config, **changes))
 
 

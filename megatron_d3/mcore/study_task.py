@@ -85,7 +85,7 @@ def compare(setup: Any, args: argparse.Namespace, job: StudyJob) -> Report | Non
 
     def measure(asked: D3Config, step: StepModel) -> Influence:
         places = choose_probes(
-            units.records["domain"], asked.probe_sequences, num_curved=asked.curvature_sequences,
+            units.records["domain"], asked.probe_sequences, num_curved=asked.num_curved,
             seed=[setup.header.seed, args.iteration])
         samples = UnitSamples(job.num_units, asked.probe_sequences,
                               lambda unit, sequence: read(unit, int(places[unit, sequence])))

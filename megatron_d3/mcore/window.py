@@ -154,7 +154,7 @@ class WindowOrderer:
         number_of = {table_id: i for i, table_id in enumerate(table_ids)}
         num_sequences = self.config.probe_sequences
         places = choose_probes(
-            draft.records["domain"], num_sequences, num_curved=self.config.curvature_sequences,
+            draft.records["domain"], num_sequences, num_curved=self.config.num_curved,
             seed=[self._seed, draft.round])
 
         def read(unit: int, sequence: int) -> dict[str, Any]:

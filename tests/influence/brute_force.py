@@ -97,7 +97,7 @@ class BruteForce:
 
     def _project(self, settings: D3Config) -> torch.Tensor:
         """Return the units' (whitened) gradients within the directions' span."""
-        if settings.directions == 1 and settings.basis != "principal":
+        if settings.basis == "mean":
             basis = self.w.mean(dim=0)[:, None]
         else:
             basis = torch.linalg.svd(self.w, full_matrices=False).Vh[: settings.directions].T

@@ -31,8 +31,8 @@ CLIPPED = StepModel(gamma=0.1, clip=1.5, uses_root=True)
 
 # (settings, gradients a unit, forwards a unit)
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
-    "projected": ({}, 2, 0),
-    "principal 1": ({"estimator": "projected", "basis": "principal"}, 3, 0),
+    "projected": ({}, 3, 0),
+    "mean": ({"estimator": "projected", "basis": "mean"}, 2, 0),
     "principal 3": ({"estimator": "projected", "directions": 3}, 5, 0),
     "hutchinson_diagonal": ({}, 3, 0),
     "hutchinson, 3 probes": ({"estimator": "hutchinson_diagonal", "probes": 3}, 7, 0),
@@ -49,7 +49,8 @@ EXPANSIONS = ["projected", "hutchinson_diagonal", "gnb_diagonal", "fisher", "exa
 
 def config(case: str, **changes: Any) -> D3Config:
     given = {"estimator": case, "sketch": NONE, "probe_sequences": N, "window": L}
-    return D3Config(**{**given, **CASES[case][0], **changes})
+    given = {**given, **CASES[case][0], **changes}
+    return D3Config(**{"curvature_sequences": given["probe_sequences"], **given})
 
 
 def run(source: PlainSource, settings: D3Config, step: StepModel = SGD) -> Influence:
@@ -127,16 +128,34 @@ def test_differences_hold_in_single_precision(model, case, tolerance):
 
 def test_curvature_sequences_are_the_first_of_each_half(model):
     source = source_of(model)
-    found = run(source, config("projected", curvature_sequences=2))
+    found = run(source, config("mean", curvature_sequences=2))
     assert found.num_gradients == L * 1.5
     ranges = {call[2:4] for call in source.calls}
     assert ranges == {(0, 1), (1, 2), (2, 3), (3, 4)}
     assert source.calls[-1][2:4] == (2, 3) and source.calls[-2][2:4] == (0, 1)
     # Where all sequences of a half are alike, half of them are as good as all.
     twins = Units(UNITS.ids[:, [0, 0, 2, 2]])
-    few = run(source_of(model, twins), config("projected", curvature_sequences=2))
-    all_ = run(source_of(model, twins), config("projected"))
-    assert_allclose(few.advantage, all_.advantage, rtol=1e-6, atol=1e-12)
+    for case in ("projected", "mean"):
+        few = run(source_of(model, twins), config(case, curvature_sequences=2))
+        all_ = run(source_of(model, twins), config(case))
+        assert_allclose(few.advantage, all_.advantage, rtol=1e-6, atol=1e-12)
+
+
+def test_half_of_the_sequences_are_for_curvature_unless_told_otherwise(model):
+    source = source_of(model)
+    found = run(source, config("projected", curvature_sequences=None))
+    assert found.num_gradients == L * (1 + 2 * 0.5)
+    half = run(source_of(model), config("projected", curvature_sequences=N // 2))
+    assert_allclose(found.advantage, half.advantage, rtol=0, atol=0)
+    ranges = [call[2:4] for call in source.calls]
+    assert ranges == [(0, 1), (1, 2), (2, 3), (3, 4)] * L + [(0, 1), (2, 3)] * (2 * L)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5)])
+def test_each_half_has_a_sequence_for_curvature(n, m):
+    assert D3Config(probe_sequences=n).num_curved == m
+    assert D3Config(probe_sequences=n, estimator="hutchinson_diagonal").num_curved == n
+    assert D3Config(probe_sequences=n, curvature_sequences=1).num_curved == 1
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -231,7 +231,8 @@ def agreements_of_equal_units(seed: int) -> tuple[float, float, float]:
     halves = tuple(advantage(slice(i, i + n // 2), [i]) for i in (0, n // 2))
     _, expected = graph.how_far_it_holds(
         halves, D3Config(probe_sequences=n, curvature_sequences=m), size)
-    _, of_all = graph.how_far_it_holds(halves, D3Config(probe_sequences=n), size)
+    _, of_all = graph.how_far_it_holds(
+        halves, D3Config(probe_sequences=n, curvature_sequences=n), size)
     assert expected is not None
     assert of_all is not None
     return graph.split_half_reliability(measured, whole), expected, of_all

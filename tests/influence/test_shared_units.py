@@ -31,8 +31,9 @@ UNITS = make_units(L, N, T, seed=3)
 SGD = StepModel(gamma=0.1)
 CLIPPED = StepModel(gamma=0.1, clip=0.8, uses_root=True)  # clips two units of three
 CASES: dict[str, dict[str, Any]] = {
-    "mean": {}, "principal 2": {"directions": 2}, "principal 1": {"basis": "principal"},
-    "curvature of two": {"curvature_sequences": 2}, "curvature of one": {"curvature_sequences": 1}}
+    "principal 1": {}, "principal 2": {"directions": 2}, "mean": {"basis": "mean"},
+    "curvature of two": {"curvature_sequences": 2}, "curvature of one": {"curvature_sequences": 1},
+    "mean, curvature of two": {"basis": "mean", "curvature_sequences": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,8 @@ def model() -> torch.nn.Module:
 def config(case: str = "mean", kind: str = "rotation") -> D3Config:
     # The difference is larger than by default: rounding of float32 stands out less.
     return D3Config(window=L, probe_sequences=N, difference=3e-3,
-                    sketch=SketchConfig(type=kind, dim=600), **CASES[case])
+                    sketch=SketchConfig(type=kind, dim=600),
+                    **{"curvature_sequences": N, **CASES[case]})
 
 
 def root_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Estimators of the advantage S of a window, one a file, each with its cost and what it splits.
 
     estimator            measures of each unit                         gradients a unit (n = m)
-    projected            H_j along the window's main directions        2; 2 + r (principal)
+    projected            H_j along the window's main directions        2 + r; 2 (mean)
     hutchinson_diagonal  diag(H_j) by random probes: the paper's       1 + 2 probes
     gnb_diagonal         diag of Gauss-Newton by drawn labels          1 + draws
     fisher               squared gradients of single sequences         1, sequence by sequence

@@ -7,12 +7,16 @@ sketches: neither a gradient nor a product H_j P is stored. R (grad_j(theta + ep
 is the difference of two sketches.
 
     basis      P                                                          gradients a unit
+    principal  the r main eigenvectors of the (sketched) Gram matrix;     1 + (1 + r) m / n
+               one pass more, over the curvature sequences, forms them
     mean       the window's mean gradient; r = 1                          1 + m / n
-    principal  the r main eigenvectors of the (sketched) Gram matrix;     2 + r m / n
-               one pass more forms them
 
-m of the n probe sequences are used for curvature. Memory: one extra vector, r for `principal`.
-Between data-parallel groups goes one direction (r of them) a window. All of it is linear in sequences,
+The mean of units that differ is not what most of them have in common: on a small GPT and units of one
+domain each, all sequences measured, one principal direction had a regret of 0.25, the mean of 0.66
+(`benchmarks/d3/probe_sequences.py`).
+
+m of the n probe sequences are used for curvature. Memory: r extra vectors.
+Between data-parallel groups go r directions a window. All of it is linear in sequences,
 so that groups may share a unit, down to a sequence each: `deal.py`.
 
 Split halves: gradients and curvature of the two halves of the sequences; P is common to both.
@@ -29,7 +33,7 @@ from megatron_d3.influence.estimators.algebra import advantage_of, gram_of, proj
 from megatron_d3.influence.estimators.deal import deal
 from megatron_d3.influence.estimators.linear import add_up, probe
 from megatron_d3.influence.estimators.measuring import ALONG_GRADIENTS, Measuring, add, scale
-from megatron_d3.influence.estimators.pieces import Piece, Probed, cut_halves
+from megatron_d3.influence.estimators.pieces import Probed, cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, Loss, StepModel
 
@@ -46,7 +50,7 @@ def estimate(
 ) -> Influence:
     """Return S by curvature along the mean gradient or principal directions; see the module."""
     measuring = Measuring(source, sketch, settings, step)
-    is_mean = settings.basis == "mean" or (settings.basis == "auto" and settings.directions == 1)
+    is_mean = settings.basis == "mean"
     total = source.new_vector() if is_mean else []
 
     def add_to_total(unit: int, loss: Loss) -> None:
@@ -72,18 +76,22 @@ def estimate(
 
 
 def _principal(measuring: Measuring, probed: Probed) -> list[Vector]:
-    """Return the window's main r directions: sums of its gradients, by one pass over all units."""
+    """Return the window's main r directions: sums of its gradients, by one pass more.
+
+    The sums are of gradients of the curvature sequences: S needs directions near the main ones, no more.
+    """
     gram = gram_of(probed.of(None, probed.sketches))
     values, vectors = np.linalg.eigh(gram)  # ascending
     last = max(values[-1], 0.0)
     rank = int(np.sum(values > _RANK_TOLERANCE * last)) if last > 0 else 0
     num_directions = min(measuring.settings.directions, rank)
     weights = vectors[:, ::-1][:, :num_directions]  # (L, r)
-    source, tokens = measuring.source, probed.tokens.sum(axis=0)  # (L,)
+    source, is_curved = measuring.source, [piece.is_curved for piece in probed.pieces]
+    tokens = probed.tokens[is_curved].sum(axis=0)  # (L,)
     directions: list[Vector] = [source.new_vector() for _ in range(num_directions)]
-    whole = [Piece(0, 0, source.num_sequences, is_curved=False)]
-    parts = deal(whole, source.num_units, source.group, source.num_groups) if directions else ()
-    for part in parts:
+    parts = deal(
+        probed.pieces, source.num_units, source.group, source.num_groups, only_curved=True)
+    for part in parts if directions else ():
         loss = measuring.gradient(part.unit, part.start, part.stop)
         factors = weights[part.unit] * (loss.num_tokens / tokens[part.unit])  # (r,)
         for direction, factor in zip(directions, factors, strict=True):
