@@ -130,7 +130,8 @@ def _products(
         (r, P, L, k), 0 for pieces that are not curved; directions are overwritten.
     """
     source = measuring.source
-    shape = (len(directions), len(probed.pieces), measuring.num_units, measuring.dim)
+    curved = [index for index, piece in enumerate(probed.pieces) if piece.is_curved]
+    shape = (len(directions), len(curved), measuring.num_units, measuring.dim)
     moved, bad = np.zeros(shape), np.zeros(measuring.num_units)
     lengths = np.zeros(len(directions))
     for number, direction in enumerate(directions):
@@ -142,7 +143,7 @@ def _products(
         with source.displaced(direction, size) as applied:
             lengths[number] = size * source.dot(applied, direction) / square
             sums = add_up(measuring, probed.pieces, only_curved=True)
-            moved[number] = sums.sketches
+            moved[number] = sums.sketches[curved]
             bad += sums.bad
     share = np.array(measuring.share)
     moved, bad, lengths, num_groups = measuring.all_sum(moved, bad, lengths * share, share)
@@ -152,9 +153,8 @@ def _products(
             f"d3.order.difference: {measuring.difference(ALONG_GRADIENTS):g} of the weights' norm does not move "
             "weights of this precision; choose a larger one"
         )
-    curved = [index for index, piece in enumerate(probed.pieces) if piece.is_curved]
-    moved = moved[:, curved] / probed.tokens[curved, :, None]
-    products = np.zeros(shape)
+    moved /= probed.tokens[curved, :, None]
+    products = np.zeros((len(directions), *probed.sketches.shape))
     products[:, curved] = (moved - probed.sketches[curved]) / lengths[:, None, None, None]
     return products, tuple(int(u) for u in np.flatnonzero(bad))
 
