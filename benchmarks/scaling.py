@@ -215,7 +215,8 @@ def windows() -> None:
     for p in RANKS:
         for size in sorted({batch_size(p), batch_size(p, 4)}):
             probed = most_sequences(halves, settings.window, p)
-            probed += 2 * most_sequences(halves, settings.window, p, only_curved=True)
+            probed += (1 + settings.num_directions) * most_sequences(
+                halves, settings.window, p, only_curved=True)
             trained = settings.window * size // p
             shares.append((
                 f"{p:,}", f"{size:,}", f"{probed:,}", f"{trained:,}", f"{probed / trained:.1%}"))

@@ -38,18 +38,19 @@ from benchmarks import _forked
 from benchmarks._study import ENVIRONMENT
 from benchmarks._table import print_machine, print_table
 from benchmarks.step_overhead import prepare
+from megatron_d3.influence.settings import D3Config
 
 DIM = 3500
 CASES: dict[str, dict[str, Any]] = {
-    "projected, 1 direction": {},  # the default
-    "... curvature on 4 of 8": {"curvature_sequences": 4},
-    "projected, 4 directions": {"directions": 4},
+    "projected": {},  # the default: 2 directions, curvature on 2 of 8
+    "... curvature on 4": {"curvature_sequences": 4},
+    "... curvature on all": {"curvature_sequences": 8},
+    "projected, mean direction, all": {"basis": "mean", "curvature_sequences": 8},
     "hutchinson_diagonal, 1 probe": {"estimator": "hutchinson_diagonal"},
     "hutchinson_diagonal, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},
 }
-DEFAULT = "projected, 1 direction"
-# Case -> in how many passes it goes through a unit's sequences at the least.
-MEMORY_CASES = {DEFAULT: 2, "projected, 4 directions": 1, "hutchinson_diagonal, 1 probe": 2}
+DEFAULT = "projected"
+MEMORY_CASES = (DEFAULT, "projected, mean direction, all", "hutchinson_diagonal, 1 probe")
 MEMORY_UNITS = (2, 4, 8)
 MEMORY_DIM = 64  # small: the L k numbers of the sketches are no part of the question
 
@@ -224,10 +225,10 @@ def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> fl
 
     if CASES[case].get("estimator"):  # whole units
         return math.ceil(num_units / num_ranks)
-    num_curved = CASES[case].get("curvature_sequences", num_sequences)
+    settings = D3Config(probe_sequences=num_sequences, **CASES[case])
+    num_curved = settings.num_curved
     pieces = cut_halves(num_sequences, num_curved)
-    directions = CASES[case].get("directions", 1)
-    passes = directions + (directions > 1)  # over what curvature is measured on
+    passes = 1 if settings.basis == "mean" else 1 + settings.num_directions  # for curvature
     most = most_sequences(pieces, num_units, num_ranks)
     most += passes * most_sequences(pieces, num_units, num_ranks, only_curved=True)
     return most / (num_sequences + passes * num_curved)

@@ -50,8 +50,8 @@ WHOLE = {"estimator": "projected", "curvature_sequences": 1.0}
 ROWS: dict[str, dict[str, Any]] = {
     "projected, mean direction, exact dot": {"basis": "mean", **WHOLE},
     "projected, mean direction, k=3584": {"basis": "mean", "sketch": SKETCHED, **WHOLE},
-    "projected, top-1 direction": WHOLE,
-    "projected, top-2": {"directions": 2, **WHOLE},
+    "projected, top-1 direction": {"directions": 1, **WHOLE},
+    "projected, top-2": WHOLE,
     "projected, top-4": {"directions": 4, **WHOLE},
     "diagonal Hutchinson, 1 probe": {"estimator": "hutchinson_diagonal"},
     "diagonal Hutchinson, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},

@@ -1,6 +1,6 @@
 """The settings of `order: {type: d3, ...}`: what is measured in a window, and how it is ordered.
 
-    order: {type: d3, window: 60, estimator: projected, directions: 1, solver: ils}
+    order: {type: d3, window: 60, estimator: projected, directions: 2, solver: ils}
     order: {type: d3, preset: paper}
     order: {type: d3, preset: paper, probes: 4, sketch: {dim: 1024}}    # what is given wins
 
@@ -87,13 +87,14 @@ class D3Config:
     unit's step and look at the others' losses. `look_ahead_even`: its part that is even in the step.
     `exact`: the whole second order, L more gradients a unit; for small models."""
 
-    directions: Count = 1
-    """Directions of `projected`: each costs one more gradient of the curvature sequences."""
+    directions: Count | None = None
+    """Directions of `projected`: each costs one more gradient of the curvature sequences. One may be
+    systematically wrong where two are right. null: 2."""
 
     basis: Literal["auto", "mean", "principal"] = "auto"
     """Which directions `projected` takes: the `principal` ones of the window's gradients (one more
-    pass over the curvature sequences) or their `mean` (1 direction only, no extra pass; poor where
-    units differ much). `auto`: `principal`."""
+    pass over the curvature sequences) or their `mean` (a single direction, without that pass;
+    poor where units differ much). `auto`: `principal`."""
 
     probes: Count = 1
     """Random probes of `hutchinson_diagonal`, drawn labels of `gnb_diagonal`."""
@@ -125,7 +126,7 @@ class D3Config:
 
     curvature_sequences: Count | None = None
     """Of the probe sequences, how many are used for curvature: a systematic sample of each half; null:
-    half of them for `projected`, all for the others."""
+    a quarter of them for `projected`, all for the others."""
 
     every: Count = 1
     """Order each n-th window, from the first on; the others keep the stored order."""
@@ -156,10 +157,10 @@ class D3Config:
 
     def __post_init__(self) -> None:
         """Refuse contradictions, naming the place."""
-        if self.basis == "mean" and self.directions > 1:
+        if self.basis == "mean" and (self.directions or 1) > 1:
             _refuse("basis", f"mean with {self.directions} directions",
                     "principal (the mean is a single direction)")
-        if self.directions > self.window:
+        if (self.directions or 1) > self.window:
             _refuse("directions", self.directions, f"at most window = {self.window}")
         if (self.curvature_sequences or 1) > self.probe_sequences:
             _refuse("curvature_sequences", self.curvature_sequences,
@@ -188,11 +189,16 @@ class D3Config:
 
 
     @property
+    def num_directions(self) -> int:
+        """Directions that `projected` takes at most."""
+        return 1 if self.basis == "mean" else min(self.directions or 2, self.window)
+
+    @property
     def num_curved(self) -> int:
         """Probe sequences of a unit that are used for curvature; at least one of each half."""
         count = self.probe_sequences
         if self.curvature_sequences is None and self.estimator == "projected":
-            return max(min(count, 2), (count + 1) // 2)
+            return max(min(count, 2), -(-count // 4))
         return self.curvature_sequences or count
 
 

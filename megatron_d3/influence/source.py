@@ -138,6 +138,20 @@ class GradientSource(Protocol):
             size: any sign.
         """
 
+    def moved_along(self, direction: Vector, size: float) -> AbstractContextManager[float]:
+        """Put the weights at weights + size * direction within a `with` block, without a copy of them.
+
+        The direction's tensors hold the weights meanwhile, and nothing of use afterwards. The weights
+        then hold exactly the bits they had, also after an error.
+
+        Yields how far they went along the direction, as a share of what was asked: 1 up to the rounding
+        of the weights. The same on all ranks of the group.
+
+        Args:
+            direction: no weight is of higher precision than its tensor.
+            size: any sign.
+        """
+
     def rademacher(self, probe: int) -> Iterable[torch.Tensor]:
         """Yield tensors of +1 and -1 in layout order, the same signs under every layout.
 

@@ -1,6 +1,6 @@
 """What `d3 study` compares, written as a user types it.
 
-    projected               the principal direction         projected:2      the two main ones
+    projected               two main directions             projected:4      four of them
     projected:mean          the mean gradient
     hutchinson_diagonal:4   four probes                     gnb_diagonal:4   four drawn labels
     look_ahead:2            losses of two of the probe sequences
@@ -24,7 +24,7 @@ WHERE = "--estimators"
 MEAN = "projected:mean"
 
 DEFAULT = (
-    "projected:mean", "projected", "projected:2", "projected:4", "hutchinson_diagonal", "hutchinson_diagonal:4",
+    "projected:mean", "projected:1", "projected", "projected:4", "hutchinson_diagonal", "hutchinson_diagonal:4",
     "gnb_diagonal", "gnb_diagonal:4", "fisher", "shared_hessian", "look_ahead", "look_ahead_even",
 )
 """What is compared unless named; `exact` costs 2 L gradients a unit and has to be asked for."""
@@ -60,8 +60,8 @@ def make_cases(names: Sequence[str] | None, config: D3Config) -> list[Case]:
     Raises:
         ConfigError: a name that is no estimator, or a number that does not fit.
 
-    >>> [case.name for case in make_cases(["fisher", "projected"], D3Config(directions=2))]
-    ['projected:2', 'fisher', 'projected']
+    >>> [case.name for case in make_cases(["fisher", "projected"], D3Config(directions=3))]
+    ['projected:3', 'fisher', 'projected']
     """
     if names is None:
         names = [name for name in DEFAULT
@@ -83,7 +83,7 @@ def name_of(config: D3Config) -> str:
     key = _NUMBER.get(name, "")
     is_plain = {
         "": True, "probes": config.probes == 1,
-        "directions": config.directions == 1,
+        "directions": config.directions is None,
         "curvature_sequences": config.curvature_sequences is None,
     }
     return name if is_plain[key] else f"{name}:{getattr(config, key)}"
@@ -93,7 +93,7 @@ def _case(name: str, config: D3Config) -> Case:
     kind, colon, _ = name.partition(":")
     if kind not in ESTIMATORS:
         raise ConfigError(f"{WHERE}: no estimator {kind!r}{did_you_mean(kind, ESTIMATORS)}")
-    changes: dict[str, Any] = {"estimator": kind, "directions": 1, "basis": "auto", "probes": 1,
+    changes: dict[str, Any] = {"estimator": kind, "directions": None, "basis": "auto", "probes": 1,
                                "min_agreement": None}  # that decides of a run, not of a study
     if _NUMBER.get(kind) == "curvature_sequences":
         changes["curvature_sequences"] = None

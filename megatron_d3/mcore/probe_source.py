@@ -163,6 +163,33 @@ class MegatronSource:
                 parameter.data.copy_(before)
             self._is_displaced = False
 
+    @contextlib.contextmanager
+    def moved_along(self, direction: Vector, size: float) -> Iterator[float]:
+        """See `GradientSource`. bfloat16 weights are rounded at random, without bias."""
+        assert not self._is_displaced, "displacements do not nest"
+        square = self.dot(direction, direction)
+        swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_displaced = True
+        try:
+            along = 0.0
+            for index, (parameter, tensor) in enumerate(
+                    zip(self._probe.parameters, direction, strict=True)):
+                data = parameter.data
+                assert torch.finfo(tensor.dtype).eps <= torch.finfo(data.dtype).eps
+                before = data.clone()
+                self._displace(data, tensor, size, index)
+                moved = (data.float() - before.float()).view(-1)
+                along += sum(
+                    float(torch.dot(_runs(moved, shard).double(), _runs(tensor, shard).double()))
+                    for shard in self.layout.tensors[index] if shard.is_counted)
+                tensor.copy_(before.view(tensor.shape))
+                swapped.append((data, tensor))
+            yield float(self.group_sum(np.array([along]))[0]) / (size * square)
+        finally:
+            for data, before in swapped:
+                data.copy_(before.view(data.shape))
+            self._is_displaced = False
+
     def _displace(self, data: torch.Tensor, tensor: torch.Tensor, size: float, index: int) -> None:
         if data.dtype == torch.float32:
             data.add_(tensor.view(data.shape).to(data.dtype), alpha=size)

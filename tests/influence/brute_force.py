@@ -100,7 +100,7 @@ class BruteForce:
         if settings.basis == "mean":
             basis = self.w.mean(dim=0)[:, None]
         else:
-            basis = torch.linalg.svd(self.w, full_matrices=False).Vh[: settings.directions].T
+            basis = torch.linalg.svd(self.w, full_matrices=False).Vh[: settings.num_directions].T
         q, _ = torch.linalg.qr(basis)
         return self.w @ q @ q.T
 

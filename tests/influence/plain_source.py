@@ -187,6 +187,15 @@ class PlainSource:
                 for p, s in zip(self.parameters.values(), saved, strict=True):
                     p.copy_(s)
 
+    @contextlib.contextmanager
+    def moved_along(self, direction, size: float) -> Iterator[float]:
+        square = self.dot(direction, direction)
+        with self.displaced(direction, size) as applied:
+            share = self.dot(applied, direction) / square
+            for tensor in direction:
+                tensor.fill_(float("nan"))  # it holds other things meanwhile
+            yield share
+
     def rademacher(self, probe: int) -> Iterator[torch.Tensor]:
         for (name, p), (start, stop) in zip(self.parameters.items(), self._ranges, strict=True):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) * 1000 + probe)

@@ -31,7 +31,8 @@ CLIPPED = StepModel(gamma=0.1, clip=1.5, uses_root=True)
 
 # (settings, gradients a unit, forwards a unit)
 CASES: dict[str, tuple[dict[str, Any], float, float]] = {
-    "projected": ({}, 3, 0),
+    "projected": ({}, 4, 0),
+    "principal 1": ({"estimator": "projected", "directions": 1}, 3, 0),
     "mean": ({"estimator": "projected", "basis": "mean"}, 2, 0),
     "principal 3": ({"estimator": "projected", "directions": 3}, 5, 0),
     "hutchinson_diagonal": ({}, 3, 0),
@@ -141,17 +142,17 @@ def test_curvature_sequences_are_the_first_of_each_half(model):
         assert_allclose(few.advantage, all_.advantage, rtol=1e-6, atol=1e-12)
 
 
-def test_half_of_the_sequences_are_for_curvature_unless_told_otherwise(model):
+def test_a_quarter_of_the_sequences_or_two_are_for_curvature_unless_told_otherwise(model):
     source = source_of(model)
     found = run(source, config("projected", curvature_sequences=None))
-    assert found.num_gradients == L * (1 + 2 * 0.5)
+    assert found.num_gradients == L * (1 + 3 * 0.5)
     half = run(source_of(model), config("projected", curvature_sequences=N // 2))
     assert_allclose(found.advantage, half.advantage, rtol=0, atol=0)
     ranges = [call[2:4] for call in source.calls]
-    assert ranges == [(0, 1), (1, 2), (2, 3), (3, 4)] * L + [(0, 1), (2, 3)] * (2 * L)
+    assert ranges == [(0, 1), (1, 2), (2, 3), (3, 4)] * L + [(0, 1), (2, 3)] * (3 * L)
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5)])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 2), (3, 2), (8, 2), (9, 3), (16, 4)])
 def test_each_half_has_a_sequence_for_curvature(n, m):
     assert D3Config(probe_sequences=n).num_curved == m
     assert D3Config(probe_sequences=n, estimator="hutchinson_diagonal").num_curved == n

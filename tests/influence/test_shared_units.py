@@ -31,7 +31,7 @@ UNITS = make_units(L, N, T, seed=3)
 SGD = StepModel(gamma=0.1)
 CLIPPED = StepModel(gamma=0.1, clip=0.8, uses_root=True)  # clips two units of three
 CASES: dict[str, dict[str, Any]] = {
-    "principal 1": {}, "principal 2": {"directions": 2}, "mean": {"basis": "mean"},
+    "principal 1": {"directions": 1}, "principal 2": {}, "mean": {"basis": "mean"},
     "curvature of two": {"curvature_sequences": 2}, "curvature of one": {"curvature_sequences": 1},
     "mean, curvature of two": {"basis": "mean", "curvature_sequences": 2}}
 

@@ -202,7 +202,7 @@ def test_a_name_stands_for_settings_and_settings_for_a_name(
 ) -> None:
     wanted = replace(CONFIG, **changes)  # type: ignore[arg-type]
     assert name_of(wanted) == name
-    start = replace(CONFIG, estimator="exact", directions=2, probes=2)
+    start = replace(CONFIG, estimator="exact", directions=3, probes=2)
     (_, case) = cases(name, config=start)
     assert case == Case(name, wanted)
 

@@ -89,7 +89,7 @@ def measure(source: Any) -> dict[str, np.ndarray]:
 
 
 def settings_of(names: Iterable[str]) -> list[Any]:
-    """Settings of estimators, and of `projected` with two directions."""
+    """Settings of estimators, and of `projected` with one direction."""
     from megatron_d3.influence.settings import D3Config
 
     # Differences are larger than by default: what two layouts round differently stands out less.
@@ -97,7 +97,7 @@ def settings_of(names: Iterable[str]) -> list[Any]:
     sizes = {"hutchinson_diagonal": 0.05, "shared_hessian": 0.05}
     cases = [D3Config(estimator=name, difference=sizes.get(name, 3e-3), **common)
              for name in names]
-    return [*cases, D3Config(directions=2, difference=3e-3, **common)]
+    return [*cases, D3Config(directions=1, difference=3e-3, **common)]
 
 
 def influences(source: Any, cases: list[Any]) -> dict[str, np.ndarray]:
@@ -115,7 +115,7 @@ def influences(source: Any, cases: list[Any]) -> dict[str, np.ndarray]:
         for step, model in steps.items():
             influence = estimate(source, sketch, config, model)
             assert influence.bad_units == ()
-            name = f"{config.estimator}-{config.directions}-{step}"
+            name = f"{config.estimator}-{config.num_directions}-{step}"
             found[name] = influence.advantage
             found[f"{name}-gram"] = influence.gram
             found[f"{name}-norms"] = influence.gradient_norms

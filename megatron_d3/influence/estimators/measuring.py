@@ -2,7 +2,7 @@
 
 The order of calls is the same on all ranks of a group, as are all arrays that leave this file on all
 ranks. The memory that an estimator states comes on top of the source's own: the saved weights while
-they are displaced and, for steps of the optimizer, its root.
+they are displaced (not with `moved_along`) and, for steps of the optimizer, its root.
 """
 
 from __future__ import annotations

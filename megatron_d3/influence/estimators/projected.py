@@ -15,7 +15,8 @@ The mean of units that differ is not what most of them have in common: on a smal
 domain each, all sequences measured, one principal direction had a regret of 0.25, the mean of 0.66
 (`benchmarks/d3/probe_sequences.py`).
 
-m of the n probe sequences are used for curvature. Memory: r extra vectors.
+m of the n probe sequences are used for curvature. Memory: r extra vectors, and
+none for the weights while they are displaced.
 Between data-parallel groups go r directions a window. All of it is linear in sequences,
 so that groups may share a unit, down to a sequence each: `deal.py`.
 
@@ -84,7 +85,7 @@ def _principal(measuring: Measuring, probed: Probed) -> list[Vector]:
     values, vectors = np.linalg.eigh(gram)  # ascending
     last = max(values[-1], 0.0)
     rank = int(np.sum(values > _RANK_TOLERANCE * last)) if last > 0 else 0
-    num_directions = min(measuring.settings.directions, rank)
+    num_directions = min(measuring.settings.num_directions, rank)
     weights = vectors[:, ::-1][:, :num_directions]  # (L, r)
     source, is_curved = measuring.source, [piece.is_curved for piece in probed.pieces]
     tokens = probed.tokens[is_curved].sum(axis=0)  # (L,)
@@ -140,8 +141,8 @@ def _products(
                 tensor.mul_(root)
         square = source.dot(direction, direction)
         size = measuring.length_along(square**0.5)
-        with source.displaced(direction, size) as applied:
-            lengths[number] = size * source.dot(applied, direction) / square
+        with source.moved_along(direction, size) as share_moved:
+            lengths[number] = size * share_moved
             sums = add_up(measuring, probed.pieces, only_curved=True)
             moved[number] = sums.sketches[curved]
             bad += sums.bad
