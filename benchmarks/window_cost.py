@@ -50,7 +50,9 @@ CASES: dict[str, dict[str, Any]] = {
     "hutchinson_diagonal, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},
 }
 DEFAULT = "projected"
-MEMORY_CASES = (DEFAULT, "projected, mean direction, all", "hutchinson_diagonal, 1 probe")
+# Case -> sequences of its largest call, of `MEMORY_ROWS`.
+MEMORY_CASES = {DEFAULT: 3, "projected, mean direction, all": 4, "hutchinson_diagonal, 1 probe": 4}
+MEMORY_ROWS = 8
 MEMORY_UNITS = (2, 4, 8)
 MEMORY_DIM = 64  # small: the L k numbers of the sketches are no part of the question
 
@@ -158,13 +160,11 @@ class Cases:
 
     def _memory(self, run: Any, draft: Any, case: str, units: int) -> dict[str, float]:
         """Peaks of allocated bytes: of a window, and of the largest pass through the model in it."""
-        rows = self.options.micro_batch_size
         short = replace(draft, records=draft.records[:units], weights=draft.weights[:units],
                         num_slots=units)
         probe = run.orderer._probe
-        window = peak_bytes(lambda: self._find(run, short, CASES[case], rows, MEMORY_DIM))
-        largest = rows // MEMORY_CASES[case]
-        pass_bytes = peak_bytes(lambda: self._one_gradient(run, short, largest))
+        window = peak_bytes(lambda: self._find(run, short, CASES[case], MEMORY_ROWS, MEMORY_DIM))
+        pass_bytes = peak_bytes(lambda: self._one_gradient(run, short, MEMORY_CASES[case]))
         gradients = sum(p.main_grad.numel() * p.main_grad.element_size() for p in probe.parameters)
         return {"peak": window, "pass": pass_bytes, "gradients": gradients}
 
