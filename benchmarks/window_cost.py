@@ -51,7 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DEFAULT = "projected"
 # Case -> sequences of its largest call, of `MEMORY_ROWS`.
-MEMORY_CASES = {DEFAULT: 3, "projected, mean direction, all": 4, "hutchinson_diagonal, 1 probe": 4}
+MEMORY_CASES = {DEFAULT: 3, "... curvature on all": 4, "projected, mean direction, all": 4,
+                "hutchinson_diagonal, 1 probe": 4}
 MEMORY_ROWS = 8
 MEMORY_UNITS = (2, 4, 8)
 MEMORY_DIM = 64  # small: the L k numbers of the sketches are no part of the question

@@ -1,6 +1,6 @@
 """How many sequences must stand for a unit, and which? What a sample of them says of the whole.
 
-    python -m benchmarks.d3.probe_sequences --out runs/d3-probes             # about 15 CPU-minutes
+    python -m benchmarks.d3.probe_sequences --out runs/d3-probes             # about 25 CPU-minutes
     python -m benchmarks.d3.probe_sequences --out runs/d3-probes --report    # the tables again
 
 One small GPT (plain torch) is trained by Adam on the demo corpus. At each checkpoint windows of units
