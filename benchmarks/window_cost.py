@@ -9,14 +9,14 @@ steps are timed before and after. Overhead: seconds of a whole window over secon
 
 The last columns scale the measured parts to a larger global batch G on R data-parallel ranks,
 
-    overhead = (busiest / n * unit + reduce + solve) / (L * step * (G / R) / G_measured),
+    overhead = (busiest * unit + reduce + solve) / (L * step * (G / R) / G_measured),
 
-where `unit` is what one unit takes in all parts but reduce and solve, and `busiest` how many of the
-L n probe sequences fall to the rank that has most: n ceil(L / R), but where ranks share units
-(`projected`) as few as one (influence/estimators/deal.py). Assumed: time in proportion to sequences,
+where `unit` is what one unit takes in all parts but reduce and solve, and `busiest` how many units
+fall to the rank that has most: ceil(L / R), but where ranks share units (`projected`) as little as
+one sequence in each pass (influence/estimators/deal.py). Assumed: time in proportion to sequences,
 in a rank's step as in its probe; nothing for the network, neither in a step (whose all-reduce of
-gradients would lower the overhead) nor in a window (one direction's all-reduce and L (1 + r) k
-numbers, as much as one or two steps' in 60).
+gradients would lower the overhead) nor in a window (all-reduces of r directions
+and of some 4 L (1 + r / 2) k numbers, as much as a few steps' in 60).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def report(found: Found, options: argparse.Namespace) -> None:
             (busiest(window["case"], L, window["rows"], R) * unit + fixed)
             / (L * step * (G / R) / at) for G, R in layouts]
         share = [f"{100 * part / (L * step):.2f}" for part in (*parts.values(), rest)]
-        rows.append((window["case"], window["rows"], f"{window['num_gradients'] / L:.1f}",
+        rows.append((window["case"], window["rows"], f"{window['num_gradients'] / L:.2f}",
                      f"{100 * seconds['total'] / (L * step):.1f} %", *share,
                      *(f"{100 * share:.1f} %" for share in scaled)))
     print("overhead in percent of the window's L training steps, and its parts")

@@ -15,7 +15,7 @@ from megatron_d3.config import RunConfig, parse_config
 from megatron_d3.corpus import shuffle
 from megatron_d3.corpus.domain import Domain, open_domain
 from megatron_d3.errors import ConfigError
-from megatron_d3.influence import objectives, probe_choice, solvers
+from megatron_d3.influence import objectives, probe_choice, settings, solvers
 from megatron_d3.mix import MIXERS
 from megatron_d3.plan import apportion, draft
 from megatron_d3.plan.batch_schedule import BatchSchedule
@@ -24,8 +24,6 @@ from megatron_d3.plan.draft import WindowRule
 from megatron_d3.plan.header import DomainRecord, RunHeader
 from megatron_d3.plan.replay import DeciderFactory
 from megatron_d3.registry import build_mix
-
-_OLD_KEYS = ("min_reliability",)
 
 
 def open_domains(config: RunConfig, *, seq_length: int, seed: int) -> list[Domain]:
@@ -72,7 +70,8 @@ def plan_header(
                 "apportion": apportion.VERSION, "shuffle": shuffle.VERSION}
     if config.order is not None:
         _check_window(config.order.params.window, batch_schedule, total_samples)
-        versions |= {"windows": draft.VERSION, "objectives": objectives.VERSION,
+        versions |= {"windows": draft.VERSION, "estimators": settings.ESTIMATORS_VERSION,
+                     "objectives": objectives.VERSION,
                      "probe_choice": probe_choice.VERSION, "solvers": solvers.VERSION}
     return RunHeader(
         seq_length=seq_length, seed=seed, tokenizer=tokenizer, total_samples=total_samples,
@@ -121,7 +120,7 @@ def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:
 
     def make_decider(header: RunHeader, table_ids: tuple[int, ...]) -> Decider:
         # The header's paths are absolute, so the folder does not matter.
-        config = parse_config(_without_old_keys(header.config), folder=Path("/"), mixers=mixers)
+        config = parse_config(_what_decides(header.config), folder=Path("/"), mixers=mixers)
         domains = [record.info for record in header.domains]
         mixer, cap, _ = build_mix(
             config.mix, domains, total_samples=header.total_samples, mixers=mixers)
@@ -134,15 +133,14 @@ def decider_factory(mixers: Mapping[str, type] = MIXERS) -> DeciderFactory:
     return make_decider
 
 
-def _without_old_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the keys of `order` that there are no more, which older plans record.
-
-    They said how orders are found; orders are read from the plan. A resume still compares them.
-    """
+def _what_decides(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out of `order` how orders are found, which may be by settings that are no more: orders are
+    read from the plan. A resume still compares them."""
     order = config.get("order")
     if not order:
         return config
-    return {**config, "order": {key: value for key, value in order.items() if key not in _OLD_KEYS}}
+    return {**config, "order": {key: order[key] for key in ("type", "window", "overlap")
+                                if key in order}}
 
 
 def window_rule(config: RunConfig) -> WindowRule | None:

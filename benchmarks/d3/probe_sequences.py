@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, seed: int) -> Iterator[Row]:
-    """Train one model, and yield a row for each window, step, choice and case."""
+    """Train one model, and yield a row for each window, step and case."""
     options.seed = seed
     corpus = build_demo_corpus(
         options.out / "corpus", max_bytes_per_domain=400_000, vocab_size=VOCAB_SIZE)

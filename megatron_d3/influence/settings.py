@@ -23,6 +23,9 @@ from megatron_d3.fields import Range, from_mapping, parse, show
 WHERE = "d3.order"
 """Where the entry stands in the configuration file."""
 
+ESTIMATORS_VERSION = 1
+"""Raised whenever the same settings give another S."""
+
 MAX_EXACT_UNITS = 18
 """Longest window of `solver: exact`; its table of subsets has 2**L entries."""
 
@@ -195,7 +198,7 @@ class D3Config:
 
     @property
     def num_curved(self) -> int:
-        """Probe sequences of a unit that are used for curvature; at least one of each half."""
+        """Probe sequences of a unit that are used for curvature; by default one of each half or more."""
         count = self.probe_sequences
         if self.curvature_sequences is None and self.estimator == "projected":
             return max(min(count, 2), -(-count // 4))

@@ -8,8 +8,8 @@ Words. A *vector* is a sequence of tensors, one contiguous tensor per local para
 order. A *model-parallel group* is the set of ranks that together hold one copy of the weights
 (tensor and pipeline parallel, and the ranks that share one copy of the experts); a *data-parallel
 group* is the copy's place among its equals. Each group measures its own units, or its own sequences
-of them, so no gradient of a unit ever crosses groups: only sketches, numbers and (once a window) one
-direction do.
+of them, so no gradient of a unit ever crosses groups: only sketches, numbers and (once a window)
+directions do.
 """
 
 from __future__ import annotations
@@ -121,6 +121,10 @@ class GradientSource(Protocol):
 
     def group_sum(self, array: np.ndarray) -> np.ndarray:
         """Return the sum of a float64 array over the model-parallel group."""
+
+    def from_rank_0(self, array: np.ndarray) -> np.ndarray:
+        """Return the float64 array that rank 0 has, on all ranks: what two machines' linear algebra may
+        answer differently."""
 
     def weights_norm(self) -> float:
         """Return the Euclidean norm of all weights, replicas counted once."""

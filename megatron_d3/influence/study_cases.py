@@ -83,7 +83,7 @@ def name_of(config: D3Config) -> str:
     key = _NUMBER.get(name, "")
     is_plain = {
         "": True, "probes": config.probes == 1,
-        "directions": config.directions is None,
+        "directions": config.directions in (None, 2),
         "curvature_sequences": config.curvature_sequences is None,
     }
     return name if is_plain[key] else f"{name}:{getattr(config, key)}"

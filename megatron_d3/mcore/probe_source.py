@@ -112,6 +112,13 @@ class MegatronSource:
             torch.distributed.all_reduce(tensor, group=group)
         return tensor.cpu().numpy()
 
+    def from_rank_0(self, array: np.ndarray) -> np.ndarray:
+        """See `GradientSource`."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        tensor = torch.from_numpy(np.array(array, np.float64)).to(device)
+        torch.distributed.broadcast(tensor, src=0)
+        return tensor.cpu().numpy()
+
     # --- weights --------------------------------------------------------------------------------
 
     def weights_norm(self) -> float:
@@ -177,13 +184,14 @@ class MegatronSource:
                 data = parameter.data
                 assert torch.finfo(tensor.dtype).eps <= torch.finfo(data.dtype).eps
                 before = data.clone()
+                swapped.append((data, before))
                 self._displace(data, tensor, size, index)
                 moved = (data.float() - before.float()).view(-1)
                 along += sum(
                     float(torch.dot(_runs(moved, shard).double(), _runs(tensor, shard).double()))
                     for shard in self.layout.tensors[index] if shard.is_counted)
                 tensor.copy_(before.view(tensor.shape))
-                swapped.append((data, tensor))
+                swapped[-1] = (data, tensor)
             yield float(self.group_sum(np.array([along]))[0]) / (size * square)
         finally:
             for data, before in swapped:

@@ -11,7 +11,7 @@ from megatron_d3.plan.header import Generation, PlanFile, RunHeader
 from megatron_d3.plan.state import DeciderState
 
 # The order within windows is recorded, not computed again: how it is found may change.
-_ORDER_SEARCH = ("objectives", "probe_choice", "solvers")
+_ORDER_SEARCH = ("estimators", "objectives", "probe_choice", "solvers")
 
 
 def next_generation(

@@ -163,6 +163,9 @@ class PlainSource:
     def group_sum(self, array: np.ndarray) -> np.ndarray:
         return sum(self._group.exchange(array)[0])
 
+    def from_rank_0(self, array: np.ndarray) -> np.ndarray:
+        return self._rank.exchange(array)[0][0].copy()
+
     def weights_norm(self) -> float:
         return float(torch.cat([p.detach().reshape(-1).double()
                                 for p in self.parameters.values()]).norm())

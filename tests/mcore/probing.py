@@ -144,6 +144,11 @@ def probe_two_units_once() -> None:
     _probe_at_step(2, lambda source: influences(source, settings_of(["projected"])))
 
 
+def probe_projected_once() -> None:
+    """The same of all units by `projected` only."""
+    _probe_at_step(NUM_UNITS, lambda source: influences(source, settings_of(["projected"])))
+
+
 def _probe_at_step(num_units: int, measure_all: Callable[[Any], dict[str, np.ndarray]]) -> None:
     from megatron.training import training
 
@@ -205,8 +210,52 @@ def _probe(
         found = measure_all(source)
         if os.environ["WORLD_SIZE"] == "1":
             _check_root(source.step_root(), optimizer, probe.parameters)
+            _check_moves(source, probe.parameters)
     assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
     np.savez(_folder() / f"probe{os.environ['RANK']}.npz", **found)
+
+
+def _check_moves(source: Any, parameters: list[Any]) -> None:
+    """Weights move as far as asked, and come back to the bit, also after an error, early or late."""
+    import torch
+
+    before = [p.data.clone() for p in parameters]
+
+    def require_the_weights() -> None:
+        assert all(torch.equal(p.data, b) for p, b in zip(parameters, before, strict=True))
+
+    def direction() -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(p.shape, generator=generator) * b.float().abs().mean()
+                for p, b in zip(parameters, before, strict=True)]
+
+    for size in (0.01, -0.01):
+        with source.moved_along(direction(), size) as share:
+            assert abs(share - 1) < (1e-4 if parameters[0].dtype == torch.float32 else 0.1)
+            assert not all(torch.equal(p.data, b) for p, b in zip(parameters, before, strict=True))
+        require_the_weights()
+    stock, num_calls = source._displace, 0
+
+    def displace(*args: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        stock(*args)
+        if num_calls == 3:
+            raise MemoryError
+
+    for move in (source.moved_along, source.displaced):
+        num_calls, source._displace = 0, displace
+        try:
+            with move(direction(), 0.01):
+                raise AssertionError("no error")
+        except MemoryError:
+            require_the_weights()
+        source._displace = stock
+        try:
+            with move(direction(), 0.01):
+                raise KeyError
+        except KeyError:
+            require_the_weights()
 
 
 def _check_root(roots: Any, optimizer: Any, parameters: list[Any]) -> None:

@@ -65,7 +65,7 @@ def test_a_study_compares_estimators_and_solvers_and_leaves_the_run_alone(
     config, save = trained
     before = tree(save)
     run_flags = [*arguments(config, save, steps=16), "--ckpt-step", "6"]
-    words = [*UNITS, "--estimators", "projected,projected:2,fisher,exact"]
+    words = [*UNITS, "--estimators", "projected,projected:mean,fisher,exact"]
     first = study(launcher, tmp_path / "first", words, run_flags).require_success()
     assert tree(save) == before
     found = result(tmp_path / "first")
@@ -73,9 +73,9 @@ def test_a_study_compares_estimators_and_solvers_and_leaves_the_run_alone(
     assert [step["step"] for step in found["steps"]] == ["sgd", "optimizer"]
     for step in found["steps"]:
         rows = {row["name"]: row for row in step["estimators"]}
-        assert list(rows)[:4] == ["projected", "projected:2", "fisher", "exact"]
+        assert list(rows)[:4] == ["projected", "projected:mean", "fisher", "exact"]
         assert rows["exact"]["num_gradients"] == 1 + 2 * 6
-        assert (rows["projected"]["num_gradients"], rows["projected"]["num_sequences"]) == (2, 8)
+        assert (rows["projected"]["num_gradients"], rows["projected"]["num_sequences"]) == (1.75, 8)
         assert (step["judge"]["num_forwards"], step["judge"]["num_sequences"]) == (6, 8)
         assert all(row["reason"] is None for row in rows.values())
         solvers = {row["name"]: row["regret"] for row in step["solvers"]}
@@ -124,7 +124,7 @@ def test_a_run_without_an_order_or_a_plan_can_be_looked_at_under_another_layout(
     assert sgd["judge"]["reliability"] > 0.9
     assert sgd["judge"]["num_sequences"] == 8
     assert (rows["exact"]["num_sequences"], rows["exact"]["num_gradients"]) == (4, 1 + 2 * 4)
-    assert rows["exact"]["regret"] < rows["order of the plan"]["regret"]
+    assert rows["exact"]["regret"] < 0.6 * rows["order of the plan"]["regret"]
 
 
 @pytest.mark.parametrize(("words", "extra", "message"), [

@@ -129,6 +129,19 @@ def test_gradients_of_the_step_before_are_no_part_of_a_probe(
         np.testing.assert_array_equal(found[f"gradient/{kind}"], found[f"again/{kind}"])
 
 
+def test_bfloat16_weights_are_put_back_to_the_last_bit(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    flags = [*TINY, *BATCH, *blend(tmp_path), *LLAMA, "--bf16", "--use-distributed-optimizer"]
+    setup = "probe_projected_once"
+    run = run_at(launcher, tmp_path / "probed", flags, 3, setup=setup)
+    require_untouched(run, run_at(launcher, tmp_path / "plain", flags, 0, setup=setup))
+    found = probed(run)
+    assert {name for name in found if name.count("-") == 2} == {
+        f"projected-{r}-{step}" for r in (1, 2) for step in ("sgd", "optimizer")}
+    assert all(np.abs(values).max() > 0 for values in found.values())
+
+
 def test_a_mixture_of_experts_is_probed_and_its_routers_forget_it(
     launcher: Launcher, tmp_path: Path
 ) -> None:

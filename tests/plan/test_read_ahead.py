@@ -167,7 +167,8 @@ def test_a_header_names_the_versions_of_the_order() -> None:
 
     assert versions() == {"static", "apportion", "shuffle"}
     assert versions(order={"type": "d3", "window": 5}) == {
-        "static", "apportion", "shuffle", "windows", "objectives", "probe_choice", "solvers"}
+        "static", "apportion", "shuffle", "windows", "estimators", "objectives",
+        "probe_choice", "solvers"}
 
 
 def test_the_decider_has_the_windows_of_the_configuration() -> None:

@@ -106,7 +106,7 @@ def probe(
         plain = sketches.sum(axis=0)
     with np.errstate(over="ignore"):  # a number too large to be squared is none
         norms = np.linalg.norm(plain, axis=1) / np.maximum(tokens.sum(axis=0), 1)
-    is_bad = (bad > 0) | (tokens == 0).any(axis=0) | ~np.isfinite(norms)  # (L,)
+    is_bad = (bad > 0) | _lacks_tokens(pieces, tokens) | ~np.isfinite(norms)  # (L,)
     counts = np.maximum(tokens, 1)
     return Probed(
         pieces=tuple(pieces),
@@ -116,3 +116,15 @@ def probe(
         norms=np.where(is_bad, 0, norms),
         bad_units=tuple(int(u) for u in np.flatnonzero(is_bad)),
     )
+
+
+def _lacks_tokens(pieces: Sequence[Piece], tokens: np.ndarray) -> np.ndarray:
+    """Return (L,) whether a half of a unit, or its part for curvature, has no tokens to take means of."""
+    lacks = np.zeros(tokens.shape[1], bool)
+    for half in {piece.half for piece in pieces}:
+        for only_curved in (False, True):
+            chosen = [p for p, piece in enumerate(pieces)
+                      if piece.half == half and (piece.is_curved or not only_curved)]
+            if chosen:
+                lacks |= tokens[chosen].sum(axis=0) == 0
+    return lacks

@@ -82,11 +82,12 @@ def _principal(measuring: Measuring, probed: Probed) -> list[Vector]:
     The sums are of gradients of the curvature sequences: S needs directions near the main ones, no more.
     """
     gram = gram_of(probed.of(None, probed.sketches))
-    values, vectors = np.linalg.eigh(gram)  # ascending
-    last = max(values[-1], 0.0)
-    rank = int(np.sum(values > _RANK_TOLERANCE * last)) if last > 0 else 0
-    num_directions = min(measuring.settings.num_directions, rank)
-    weights = vectors[:, ::-1][:, :num_directions]  # (L, r)
+    values, vectors = (a[..., ::-1] for a in np.linalg.eigh(gram))  # descending
+    weights = np.where(values > _RANK_TOLERANCE * max(values[0], 0.0), vectors, 0.0)
+    # Signs and last digits are the machine's own, and the groups must add up the same sums.
+    weights = measuring.source.from_rank_0(weights[:, :measuring.settings.num_directions])
+    weights = weights[:, weights.any(axis=0)]  # (L, r)
+    num_directions = weights.shape[1]
     source, is_curved = measuring.source, [piece.is_curved for piece in probed.pieces]
     tokens = probed.tokens[is_curved].sum(axis=0)  # (L,)
     directions: list[Vector] = [source.new_vector() for _ in range(num_directions)]
@@ -110,9 +111,10 @@ def _orthonormal(source: GradientSource, vectors: list[Vector]) -> list[Vector]:
         before = source.dot(vector, vector)
         for other in kept:
             add(vector, other, -source.dot(vector, other), is_first=False)
-        square = source.dot(vector, vector)
-        if square > _RANK_TOLERANCE * before:  # no direction is left where all gradients are 0
-            scale(vector, square**-0.5)
+        # Whether a direction is left is for all ranks to agree on; none is where all gradients are 0.
+        square, before = source.from_rank_0(np.array([source.dot(vector, vector), before]))
+        if square > _RANK_TOLERANCE * before:
+            scale(vector, float(square**-0.5))
             kept.append(vector)
     return kept
 
