@@ -59,6 +59,16 @@ def tree(folder: Path) -> dict[str, tuple[bytes, int]]:
             for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def without_plan(save: Path, folder: Path) -> Path:
+    """The checkpoints of a run in a folder of their own, without its plan."""
+    bare = folder / "bare"
+    bare.mkdir()
+    for path in save.iterdir():
+        if path.name != "d3":
+            (bare / path.name).symlink_to(path)
+    return bare
+
+
 def test_a_study_compares_estimators_and_solvers_and_leaves_the_run_alone(
     launcher: Launcher, tmp_path: Path, trained: tuple[Path, Path]
 ) -> None:
@@ -95,33 +105,42 @@ def test_a_study_compares_estimators_and_solvers_and_leaves_the_run_alone(
 def test_a_run_without_an_order_or_a_plan_can_be_looked_at_under_another_layout(
     launcher: Launcher, corpora: Path, tmp_path: Path, trained: tuple[Path, Path]
 ) -> None:
-    """Also where units were smaller once: the judge measures all sequences that they have now."""
-    _, save = trained
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for path in save.iterdir():
-        if path.name != "d3":
-            (bare / path.name).symlink_to(path)
+    """Also with the default number of probe sequences."""
+    bare = without_plan(trained[1], tmp_path)
     config = write_config(corpora / "bare.yaml")
-    order = "order={type: d3, window: 4, probe_sequences: 4, sketch: {type: none}, gamma: 0.05}"
-    run_flags = arguments(config, bare, steps=16)
+    order = "order={type: d3, window: 4, sketch: {type: none}, gamma: 0.05}"
+    run = study(
+        launcher, tmp_path / "run", ["--units", "4", "--estimators", "exact"],
+        [*arguments(config, bare, steps=16), "--ckpt-step", "6", "--pipeline-model-parallel-size", "2",
+         "--d3-set", order])
+    run.require_success()
+    found = result(tmp_path / "run")
+    assert (found["iteration"], found["plan"]) == (6, None)
+    assert not (bare / "d3").exists()
+    sgd = found["steps"][0]
+    rows = {row["name"]: row for row in sgd["estimators"]}
+    assert sgd["judge"]["reliability"] > 0.9
+    assert rows["exact"]["regret"] < 0.1
+    assert rows["projected"]["num_sequences"] == 8
+
+
+def test_units_that_were_smaller_once_are_judged_by_all_sequences_that_they_have_now(
+    launcher: Launcher, corpora: Path, tmp_path: Path, trained: tuple[Path, Path]
+) -> None:
+    config = write_config(corpora / "grown.yaml", order=D3 | {"probe_sequences": 4})
+    run_flags = arguments(config, without_plan(trained[1], tmp_path), steps=16)
     for flag, in_samples in (("--train-iters", "--train-samples"),
                              ("--lr-decay-iters", "--lr-decay-samples")):
         at = run_flags.index(flag)
         run_flags[at:at + 2] = [in_samples, str(8 * int(run_flags[at + 1]))]
     at = run_flags.index("--global-batch-size")
     run_flags[at:at + 2] = ["--step-batch-size-schedule", "0:4 384:8"]
-    run = study(
-        launcher, tmp_path / "run", ["--units", "4", "--estimators", "exact"],
-        [*run_flags, "--ckpt-step", "6", "--pipeline-model-parallel-size", "2", "--d3-set", order])
-    run.require_success()
+    study(launcher, tmp_path / "run", ["--units", "4", "--estimators", "exact"],
+          [*run_flags, "--ckpt-step", "6"], world_size=1).require_success()
     found = result(tmp_path / "run")
-    assert (found["iteration"], found["plan"]) == (6, None)
     assert found["sequences_per_unit"] == 8
-    assert not (bare / "d3").exists()
     sgd = found["steps"][0]
     rows = {row["name"]: row for row in sgd["estimators"]}
-    assert sgd["judge"]["reliability"] > 0.9
     assert sgd["judge"]["num_sequences"] == 8
     assert (rows["exact"]["num_sequences"], rows["exact"]["num_gradients"]) == (4, 1 + 2 * 4)
     assert rows["exact"]["regret"] < 0.6 * rows["order of the plan"]["regret"]
