@@ -29,9 +29,8 @@ from benchmarks._constants import (
 )
 from benchmarks._network import DATACENTRE, Network
 from benchmarks._partition import Life, odd_rank_is_noticed, prove, stock_seconds
+from benchmarks._projected import busiest_sequences
 from benchmarks._table import print_machine, print_table
-from megatron_d3.influence.estimators.deal import most_sequences
-from megatron_d3.influence.estimators.pieces import cut_halves
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.plan.apportion import MAX_DOMAINS, is_compiled
 
@@ -210,13 +209,10 @@ def windows() -> None:
     print_table(("estimator", "L", "k", "all-reduces", "bytes", "vectors of the gradient's size",
                  "ms, 16,384 ranks, assumed network", "gradients a unit"), rows)
     settings = D3Config()
-    halves = cut_halves(settings.probe_sequences, settings.num_curved)
     shares = []
     for p in RANKS:
         for size in sorted({batch_size(p), batch_size(p, 4)}):
-            probed = most_sequences(halves, settings.window, p)
-            probed += (1 + settings.num_directions) * most_sequences(
-                halves, settings.window, p, only_curved=True)
+            probed = busiest_sequences(settings, settings.window, p)
             trained = settings.window * size // p
             shares.append((
                 f"{p:,}", f"{size:,}", f"{probed:,}", f"{trained:,}", f"{probed / trained:.1%}"))

@@ -38,7 +38,7 @@ from benchmarks import _forked
 from benchmarks._study import ENVIRONMENT
 from benchmarks._table import print_machine, print_table
 from benchmarks.step_overhead import prepare
-from megatron_d3.influence.settings import D3Config
+from megatron_d3.influence.settings import D3Config, SketchConfig
 
 DIM = 3500
 CASES: dict[str, dict[str, Any]] = {
@@ -50,9 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "hutchinson_diagonal, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},
 }
 DEFAULT = "projected"
-# Case -> sequences of its largest call, of `MEMORY_ROWS`.
-MEMORY_CASES = {DEFAULT: 3, "... curvature on all": 4, "projected, mean direction, all": 4,
-                "hutchinson_diagonal, 1 probe": 4}
+MEMORY_CASES = (DEFAULT, "... curvature on all", "projected, mean direction, all",
+                "hutchinson_diagonal, 1 probe")
 MEMORY_ROWS = 8
 MEMORY_UNITS = (2, 4, 8)
 MEMORY_DIM = 64  # small: the L k numbers of the sketches are no part of the question
@@ -148,7 +147,6 @@ class Cases:
                     {"case": case, "units": units, **self._memory(run, draft, case, units)})
 
     def _find(self, run: Any, draft: Any, keys: dict[str, Any], rows: int, dim: int) -> Any:
-        from megatron_d3.influence.settings import D3Config, SketchConfig
         from megatron_d3.mcore.window import WindowOrderer
 
         stock = run.orderer
@@ -161,11 +159,16 @@ class Cases:
 
     def _memory(self, run: Any, draft: Any, case: str, units: int) -> dict[str, float]:
         """Peaks of allocated bytes: of a window, and of the largest pass through the model in it."""
+        from megatron_d3.influence.estimators.pieces import cut_halves
+
         short = replace(draft, records=draft.records[:units], weights=draft.weights[:units],
                         num_slots=units)
         probe = run.orderer._probe
         window = peak_bytes(lambda: self._find(run, short, CASES[case], MEMORY_ROWS, MEMORY_DIM))
-        pass_bytes = peak_bytes(lambda: self._one_gradient(run, short, MEMORY_CASES[case]))
+        settings = D3Config(probe_sequences=MEMORY_ROWS, **CASES[case])
+        pieces = cut_halves(MEMORY_ROWS, settings.num_curved)
+        largest = max(piece.stop - piece.start for piece in pieces)
+        pass_bytes = peak_bytes(lambda: self._one_gradient(run, short, largest))
         gradients = sum(p.main_grad.numel() * p.main_grad.element_size() for p in probe.parameters)
         return {"peak": window, "pass": pass_bytes, "gradients": gradients}
 
@@ -220,19 +223,14 @@ def install(cases: Cases) -> None:
 
 def busiest(case: str, num_units: int, num_sequences: int, num_ranks: int) -> float:
     """Return what the rank that has most measures, as a share of what one unit takes."""
-    # These import torch, which reads `ENVIRONMENT` when it is.
-    from megatron_d3.influence.estimators.deal import most_sequences
-    from megatron_d3.influence.estimators.pieces import cut_halves
+    # This imports torch, which reads `ENVIRONMENT` when it is.
+    from benchmarks._projected import busiest_sequences
 
     if CASES[case].get("estimator"):  # whole units
         return math.ceil(num_units / num_ranks)
     settings = D3Config(probe_sequences=num_sequences, **CASES[case])
-    num_curved = settings.num_curved
-    pieces = cut_halves(num_sequences, num_curved)
-    passes = 1 if settings.basis == "mean" else 1 + settings.num_directions  # for curvature
-    most = most_sequences(pieces, num_units, num_ranks)
-    most += passes * most_sequences(pieces, num_units, num_ranks, only_curved=True)
-    return most / (num_sequences + passes * num_curved)
+    alone = busiest_sequences(settings, 1, 1)  # one unit on one rank
+    return busiest_sequences(settings, num_units, num_ranks) / alone
 
 
 def report(found: Found, options: argparse.Namespace) -> None:

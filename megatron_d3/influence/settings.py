@@ -168,19 +168,8 @@ class D3Config:
         if (self.curvature_sequences or 1) > self.probe_sequences:
             _refuse("curvature_sequences", self.curvature_sequences,
                     f"at most probe_sequences = {self.probe_sequences}")
-        if self.min_agreement is not None and self.objective == "random":
-            _refuse("min_agreement", f"{self.min_agreement} with objective = random",
-                    "null (nothing is measured for a random order)")
-        if self.min_agreement is not None and self.estimator in COMMON_STEPS:
-            _refuse("min_agreement", f"{self.min_agreement} with estimator = {self.estimator}",
-                    f"null, or an estimator other than {', '.join(COMMON_STEPS)} (their halves share "
-                    "the units' steps, so that no agreement follows from them)")
-        if self.min_agreement is not None and self.probe_sequences < 2:
-            _refuse("min_agreement", f"{self.min_agreement} with 1 probe sequence",
-                    "null, or probe_sequences of 2 or more to be split in halves")
-        if self.min_agreement is not None and self.curvature_sequences == 1:
-            _refuse("min_agreement", f"{self.min_agreement} with curvature_sequences = 1",
-                    "null, or curvature_sequences of 2 or more, one for each half")
+        if self.min_agreement is not None:
+            self._require_agreement()
         if self.solver == "exact" and self.window > MAX_EXACT_UNITS:
             _refuse("solver", f"exact with window = {self.window}",
                     f"window of at most {MAX_EXACT_UNITS}, or another solver")
@@ -190,6 +179,22 @@ class D3Config:
             _refuse("overlap", f"true with every = {self.every}",
                     "every = 1 (a window that is skipped has no half to measure again)")
 
+    def _require_agreement(self) -> None:
+        """Refuse what no agreement can be expected of."""
+        def refuse(got: str, expected: str) -> None:
+            _refuse("min_agreement", f"{self.min_agreement} with {got}", expected)
+
+        if self.objective == "random":
+            refuse("objective = random", "null (nothing is measured for a random order)")
+        if self.estimator in COMMON_STEPS:
+            refuse(f"estimator = {self.estimator}",
+                   f"null, or an estimator other than {', '.join(COMMON_STEPS)} (their halves share "
+                   "the units' steps, so that no agreement follows from them)")
+        if self.probe_sequences < 2:
+            refuse("1 probe sequence", "null, or probe_sequences of 2 or more to be split in halves")
+        if self.curvature_sequences == 1:
+            refuse("curvature_sequences = 1",
+                   "null, or curvature_sequences of 2 or more, one for each half")
 
     @property
     def num_directions(self) -> int:

@@ -148,8 +148,8 @@ class GradientSource(Protocol):
         The direction's tensors hold the weights meanwhile, and nothing of use afterwards. The weights
         then hold exactly the bits they had, also after an error.
 
-        Yields how far they went along the direction, as a share of what was asked: 1 up to the rounding
-        of the weights. The same on all ranks of the group.
+        Yields the inner product of the displacement that the weights' precision allowed with the
+        direction; the same on all ranks of the group.
 
         Args:
             direction: no weight is of higher precision than its tensor.

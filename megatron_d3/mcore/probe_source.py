@@ -17,6 +17,7 @@ from megatron_d3.errors import ProbeError
 from megatron_d3.influence.layout import Shard
 from megatron_d3.influence.sketch_hash import hash64, make_key, random_signs
 from megatron_d3.influence.source import Loss
+from megatron_d3.mcore import collective
 from megatron_d3.mcore.probe_groups import across_groups, group_axes, group_number, num_groups
 from megatron_d3.mcore.step_root import step_root
 
@@ -81,10 +82,8 @@ class MegatronSource:
 
     def dot(self, x: Vector, y: Vector) -> float:
         """See `GradientSource`."""
-        local = sum(
-            float(torch.dot(_runs(a, shard).double(), _runs(b, shard).double()))
-            for a, b, shards in zip(x, y, self.layout.tensors, strict=True)
-            for shard in shards if shard.is_counted)
+        local = sum(_local_dot(a, b, shards)
+                    for a, b, shards in zip(x, y, self.layout.tensors, strict=True))
         return float(self.group_sum(np.array([local]))[0])
 
     def sum_over_groups(self, vector: Vector) -> None:
@@ -114,10 +113,7 @@ class MegatronSource:
 
     def from_rank_0(self, array: np.ndarray) -> np.ndarray:
         """See `GradientSource`."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        tensor = torch.from_numpy(np.array(array, np.float64)).to(device)
-        torch.distributed.broadcast(tensor, src=0)
-        return tensor.cpu().numpy()
+        return collective.on_rank_0(lambda: array)
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -174,7 +170,6 @@ class MegatronSource:
     def moved_along(self, direction: Vector, size: float) -> Iterator[float]:
         """See `GradientSource`. bfloat16 weights are rounded at random, without bias."""
         assert not self._is_displaced, "displacements do not nest"
-        square = self.dot(direction, direction)
         swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_displaced = True
         try:
@@ -186,13 +181,11 @@ class MegatronSource:
                 before = data.clone()
                 swapped.append((data, before))
                 self._displace(data, tensor, size, index)
-                moved = (data.float() - before.float()).view(-1)
-                along += sum(
-                    float(torch.dot(_runs(moved, shard).double(), _runs(tensor, shard).double()))
-                    for shard in self.layout.tensors[index] if shard.is_counted)
+                along += _local_dot(
+                    data.float() - before.float(), tensor, self.layout.tensors[index])
                 tensor.copy_(before.view(tensor.shape))
                 swapped[-1] = (data, tensor)
-            yield float(self.group_sum(np.array([along]))[0]) / (size * square)
+            yield float(self.group_sum(np.array([along]))[0])
         finally:
             for data, before in swapped:
                 data.copy_(before.view(data.shape))
@@ -256,6 +249,12 @@ class _Displacement(Sequence[torch.Tensor]):
             return [self[i] for i in range(*index.indices(len(self)))]
         moved, saved = self._parameters[index].data.float(), self._saved[index].float()
         return (moved - saved) / self._size
+
+
+def _local_dot(x: torch.Tensor, y: torch.Tensor, shards: Iterable[Shard]) -> float:
+    """Return the inner product over the counted elements of a local tensor, summed in float64."""
+    return sum(float(torch.dot(_runs(x, shard).double(), _runs(y, shard).double()))
+               for shard in shards if shard.is_counted)
 
 
 def _runs(tensor: torch.Tensor, shard: Shard, *, as_view: bool = False) -> torch.Tensor:

@@ -192,12 +192,11 @@ class PlainSource:
 
     @contextlib.contextmanager
     def moved_along(self, direction, size: float) -> Iterator[float]:
-        square = self.dot(direction, direction)
         with self.displaced(direction, size) as applied:
-            share = self.dot(applied, direction) / square
+            along = size * self.dot(applied, direction)
             for tensor in direction:
                 tensor.fill_(float("nan"))  # it holds other things meanwhile
-            yield share
+            yield along
 
     def rademacher(self, probe: int) -> Iterator[torch.Tensor]:
         for (name, p), (start, stop) in zip(self.parameters.items(), self._ranges, strict=True):

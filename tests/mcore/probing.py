@@ -229,9 +229,10 @@ def _check_moves(source: Any, parameters: list[Any]) -> None:
         return [torch.randn(p.shape, generator=generator) * b.float().abs().mean()
                 for p, b in zip(parameters, before, strict=True)]
 
+    square = source.dot(direction(), direction())
     for size in (0.01, -0.01):
-        with source.moved_along(direction(), size) as share:
-            assert abs(share - 1) < (1e-4 if parameters[0].dtype == torch.float32 else 0.1)
+        with source.moved_along(direction(), size) as along:
+            assert abs(along / (size * square) - 1) < (1e-4 if parameters[0].dtype == torch.float32 else 0.1)
             assert not all(torch.equal(p.data, b) for p, b in zip(parameters, before, strict=True))
         require_the_weights()
     stock, num_calls = source._displace, 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_d3.influence.estimators.deal import deal
 from megatron_d3.influence.estimators.measuring import Measuring
-from megatron_d3.influence.estimators.pieces import Piece, Probed
+from megatron_d3.influence.estimators.pieces import Piece, Probed, places
 from megatron_d3.influence.source import Loss
 
 
@@ -123,8 +123,7 @@ def _lacks_tokens(pieces: Sequence[Piece], tokens: np.ndarray) -> np.ndarray:
     lacks = np.zeros(tokens.shape[1], bool)
     for half in {piece.half for piece in pieces}:
         for only_curved in (False, True):
-            chosen = [p for p, piece in enumerate(pieces)
-                      if piece.half == half and (piece.is_curved or not only_curved)]
+            chosen = places(pieces, half, only_curved=only_curved)
             if chosen:
                 lacks |= tokens[chosen].sum(axis=0) == 0
     return lacks

@@ -8,6 +8,7 @@ n, curvature is measured on the first sequences of each half, so that the halves
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +51,19 @@ def cut_halves(num_sequences: int, num_curved: int) -> tuple[Piece, ...]:
     return tuple(piece for piece in pieces if piece.start < piece.stop)
 
 
+def places(
+    pieces: Sequence[Piece], half: int | None = None, *, only_curved: bool = False
+) -> list[int]:
+    """Return the indices of the pieces of a half (None: of both), maybe only of those for curvature.
+
+    >>> pieces = cut_halves(8, 4)
+    >>> places(pieces, 1), places(pieces, only_curved=True)
+    ([2, 3], [0, 2])
+    """
+    return [p for p, piece in enumerate(pieces)
+            if half in (None, piece.half) and (piece.is_curved or not only_curved)]
+
+
 @dataclass(frozen=True)
 class Probed:
     """The units' gradients, equal on all ranks; P pieces, L units, sketches of k numbers.
@@ -77,16 +91,12 @@ class Probed:
             half: 0, 1 or None.
             values: (P, L, ...).
         """
-        chosen = [p for p, piece in enumerate(self.pieces) if half in (None, piece.half)]
+        chosen = places(self.pieces, half)
         return weighted_mean(values[chosen], self.tokens[chosen])
 
     def curved_mean(self, half: int | None, values: np.ndarray) -> np.ndarray:
         """Return the same of what was measured on the pieces for curvature only."""
-        chosen = [
-            p
-            for p, piece in enumerate(self.pieces)
-            if piece.is_curved and half in (None, piece.half)
-        ]
+        chosen = places(self.pieces, half, only_curved=True)
         return weighted_mean(values[chosen], self.tokens[chosen])
 
     @property

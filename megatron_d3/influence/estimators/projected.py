@@ -34,7 +34,7 @@ from megatron_d3.influence.estimators.algebra import advantage_of, gram_of, proj
 from megatron_d3.influence.estimators.deal import deal
 from megatron_d3.influence.estimators.linear import add_up, probe
 from megatron_d3.influence.estimators.measuring import ALONG_GRADIENTS, Measuring, add, scale
-from megatron_d3.influence.estimators.pieces import Probed, cut_halves
+from megatron_d3.influence.estimators.pieces import Probed, cut_halves, places
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.source import GradientSource, Influence, Loss, StepModel
 
@@ -88,8 +88,8 @@ def _principal(measuring: Measuring, probed: Probed) -> list[Vector]:
     weights = measuring.source.from_rank_0(weights[:, :measuring.settings.num_directions])
     weights = weights[:, weights.any(axis=0)]  # (L, r)
     num_directions = weights.shape[1]
-    source, is_curved = measuring.source, [piece.is_curved for piece in probed.pieces]
-    tokens = probed.tokens[is_curved].sum(axis=0)  # (L,)
+    source = measuring.source
+    tokens = probed.tokens[places(probed.pieces, only_curved=True)].sum(axis=0)  # (L,)
     directions: list[Vector] = [source.new_vector() for _ in range(num_directions)]
     parts = deal(
         probed.pieces, source.num_units, source.group, source.num_groups, only_curved=True)
@@ -133,7 +133,7 @@ def _products(
         (r, P, L, k), 0 for pieces that are not curved; directions are overwritten.
     """
     source = measuring.source
-    curved = [index for index, piece in enumerate(probed.pieces) if piece.is_curved]
+    curved = places(probed.pieces, only_curved=True)
     shape = (len(directions), len(curved), measuring.num_units, measuring.dim)
     moved, bad = np.zeros(shape), np.zeros(measuring.num_units)
     lengths = np.zeros(len(directions))
@@ -143,8 +143,8 @@ def _products(
                 tensor.mul_(root)
         square = source.dot(direction, direction)
         size = measuring.length_along(square**0.5)
-        with source.moved_along(direction, size) as share_moved:
-            lengths[number] = size * share_moved
+        with source.moved_along(direction, size) as along:
+            lengths[number] = along / square
             sums = add_up(measuring, probed.pieces, only_curved=True)
             moved[number] = sums.sketches[curved]
             bad += sums.bad
