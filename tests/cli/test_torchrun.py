@@ -82,7 +82,8 @@ def test_processes_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 WORKER = """
 import os, pathlib, subprocess, sys, time
 what, folder = sys.argv[1], pathlib.Path(sys.argv[2])
-print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {what}")
+# print() writes a line and its end one by one, and the other process may write between them.
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {what}\\n")
 if what == "end":
     sys.exit()
 child = subprocess.Popen(["sleep", "300"], start_new_session=True)
