@@ -94,10 +94,10 @@ class D3Config:
     """Directions of `projected`: each costs one more gradient of the curvature sequences. One may be
     systematically wrong where two are right. null: 2."""
 
-    basis: Literal["auto", "mean", "principal"] = "auto"
+    basis: Literal["principal", "mean"] = "principal"
     """Which directions `projected` takes: the `principal` ones of the window's gradients (one more
     pass over the curvature sequences) or their `mean` (a single direction, without that pass;
-    poor where units differ much). `auto`: `principal`."""
+    poor where units differ much)."""
 
     probes: Count = 1
     """Random probes of `hutchinson_diagonal`, drawn labels of `gnb_diagonal`."""

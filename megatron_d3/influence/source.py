@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     Vector = Sequence[torch.Tensor]
     Direction = Vector | Callable[[], Iterable[torch.Tensor]]
 
+# What is the matter with a bad unit, to be followed by "in unit ...".
+UNUSABLE = "loss or gradient is not finite, or no token counts,"
+
 
 class Loss(NamedTuple):
     """The loss of some sequences, the same on all ranks of the model-parallel group.
@@ -210,7 +213,8 @@ class Influence:
             window and all groups; a pass over a quarter of a unit's probe sequences counts 1/4.
         num_forwards: forward passes without backward, in the same measure.
         seconds: this rank's time in "gradients" (forward passes included), "sketch", "reduce".
-        bad_units: units whose loss or gradient was not finite, ascending.
+        bad_units: units whose loss or gradient was not finite, or none of whose tokens counted in a
+            half, ascending.
     """
 
     advantage: np.ndarray

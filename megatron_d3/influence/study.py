@@ -33,7 +33,7 @@ from megatron_d3.influence.graph import (
 )
 from megatron_d3.influence.settings import MAX_EXACT_UNITS, D3Config
 from megatron_d3.influence.solvers import SOLVERS, solve
-from megatron_d3.influence.source import Influence, StepModel
+from megatron_d3.influence.source import UNUSABLE, Influence, StepModel
 from megatron_d3.influence.study_cases import Case
 
 BEST_ROUNDS = 2000
@@ -218,12 +218,12 @@ def _judge(measure: Measure, settings: D3Config, step: StepModel) -> tuple[Influ
     """Return the judge's S and its row.
 
     Raises:
-        ProbeError: a unit's loss or gradient is not finite.
+        ProbeError: a unit's loss or gradient is not finite, or none of its tokens counts.
     """
     truth, seconds = _timed(measure, settings, step)
     if truth.bad_units:
         units = ", ".join(map(str, truth.bad_units))
-        raise ProbeError(f"loss or gradient is not finite in unit {units} of the window")
+        raise ProbeError(f"{UNUSABLE} in unit {units} of the window")
     row = _row(settings.estimator, settings, truth, seconds, settings.probe_sequences)
     if settings.estimator != "look_ahead":
         return truth, row
@@ -255,7 +255,7 @@ def _row(
     reliability, expected = how_far_it_holds(found.halves, settings, unit_size)
     reason = None
     if found.bad_units:
-        reason = f"loss or gradient is not finite in unit {', '.join(map(str, found.bad_units))}"
+        reason = f"{UNUSABLE} in unit {', '.join(map(str, found.bad_units))}"
     return Row(
         name, None, num_sequences=settings.probe_sequences,
         num_gradients=found.num_gradients / count, num_forwards=found.num_forwards / count,

@@ -93,7 +93,7 @@ def _case(name: str, config: D3Config) -> Case:
     kind, colon, _ = name.partition(":")
     if kind not in ESTIMATORS:
         raise ConfigError(f"{WHERE}: no estimator {kind!r}{did_you_mean(kind, ESTIMATORS)}")
-    changes: dict[str, Any] = {"estimator": kind, "directions": None, "basis": "auto", "probes": 1,
+    changes: dict[str, Any] = {"estimator": kind, "directions": None, "basis": "principal", "probes": 1,
                                "min_agreement": None}  # that decides of a run, not of a study
     if _NUMBER.get(kind) == "curvature_sequences":
         changes["curvature_sequences"] = None

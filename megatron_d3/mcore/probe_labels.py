@@ -28,9 +28,11 @@ def sampled_labels(
         (B, S) int64, the same on all tensor-parallel ranks.
     """
     num_sequences, seq_length, part = logits.shape
-    rank, cp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank()
+    rank = mpu.get_tensor_model_parallel_rank()
     ids = torch.arange(part, device=logits.device) + rank * part  # (V / tp,)
-    tokens = torch.arange(seq_length, device=logits.device) + cp_rank * seq_length  # (S,)
+    tokens = token_places(
+        seq_length, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+    tokens = tokens.to(logits.device)  # (S,)
     best = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)  # (B, S)
     labels = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
     for b in range(num_sequences):
@@ -47,6 +49,24 @@ def sampled_labels(
     labels[best < highest] = torch.iinfo(torch.int64).max
     torch.distributed.all_reduce(labels, op=torch.distributed.ReduceOp.MIN, group=group)
     return labels
+
+
+def token_places(num_tokens: int, cp_rank: int, cp_size: int) -> torch.Tensor:
+    """Return which tokens of a sequence a context-parallel rank holds, (num_tokens,) int64.
+
+    Of 2 * cp_size equal chunks it holds number cp_rank from the front and from the back, so that
+    causal attention costs each rank the same.
+
+    Args:
+        num_tokens: on the rank; even where cp_size > 1.
+        cp_rank: from 0.
+        cp_size: ranks that share the sequence.
+    """
+    if cp_size == 1:
+        return torch.arange(num_tokens)
+    chunk = torch.arange(num_tokens // 2)
+    front, back = cp_rank, 2 * cp_size - 1 - cp_rank
+    return torch.cat([front * len(chunk) + chunk, back * len(chunk) + chunk])
 
 
 def _gumbel(words: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from megatron_d3.influence.probe_choice import choose_probes
 from megatron_d3.influence.settings import D3Config
 from megatron_d3.influence.sketch import make_sketch
 from megatron_d3.influence.solvers import solve
-from megatron_d3.influence.source import Influence, StepModel
+from megatron_d3.influence.source import UNUSABLE, Influence, StepModel
 from megatron_d3.mcore import collective
 from megatron_d3.mcore.datasets import SampleMaker
 from megatron_d3.mcore.probe import Probe, ProbeSettings, UnitSamples
@@ -214,7 +214,7 @@ def _distrust(influence: Influence, draft: Draft, config: D3Config) -> str | Non
     if influence.bad_units:
         units = ", ".join(f"{unit} (drafted for step {draft.step + unit + 1})"
                           for unit in influence.bad_units)
-        return f"loss or gradient is not finite in unit {units}"
+        return f"{UNUSABLE} in unit {units}"
     if config.min_agreement is None:
         return None
     _, agreement = how_far_it_holds(influence.halves, config, draft.unit_size)

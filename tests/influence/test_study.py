@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from megatron_d3.errors import ConfigError, ProbeError
 from megatron_d3.influence.graph import random_cost, violation_cost
 from megatron_d3.influence.settings import D3Config
-from megatron_d3.influence.source import Influence, StepModel
+from megatron_d3.influence.source import UNUSABLE, Influence, StepModel
 from megatron_d3.influence.study import (
     Row,
     SolverRow,
@@ -132,7 +132,7 @@ def test_what_cannot_be_measured_says_why_and_the_rest_goes_on() -> None:
         "exact": influence()})
     found = study(measured, cases("projected", "fisher", "exact"), SGD, judge=JUDGE, seed=0)
     assert rows(found)["projected"] == Row("projected", None, reason="too coarse")
-    assert rows(found)["fisher"].reason == "loss or gradient is not finite in unit 1"
+    assert rows(found)["fisher"].reason == f"{UNUSABLE} in unit 1"
     assert rows(found)["fisher"].regret is None
     assert rows(found)["exact"].regret == 0.0
     text = to_text([found], solver="ils", num_units=3)
@@ -141,7 +141,7 @@ def test_what_cannot_be_measured_says_why_and_the_rest_goes_on() -> None:
 
 def test_a_judge_without_numbers_is_refused() -> None:
     measured = Measured({"look_ahead": influence(0 * S, bad_units=(0, 2))})
-    with pytest.raises(ProbeError, match="not finite in unit 0, 2 of the window"):
+    with pytest.raises(ProbeError, match=f"{UNUSABLE} in unit 0, 2 of the window"):
         study(measured, cases("projected"), SGD, judge=JUDGE, seed=0)
 
 

@@ -13,6 +13,7 @@ import pytest
 from megatron_d3.influence.graph import expected_agreement
 from megatron_d3.influence.objectives import random_order
 from megatron_d3.influence.probe_choice import choose_probes
+from megatron_d3.influence.source import UNUSABLE
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.windows import WindowRow, read_arrays, read_windows
 from tests.mcore.launcher import Launcher, Run
@@ -219,7 +220,7 @@ def test_a_unit_without_a_finite_gradient_leaves_the_window_in_its_stored_order(
         tmp_path / "run", arguments(config(corpora, "poisoned"), tmp_path / "save"),
         setup="tests.mcore.faults:poison_a_unit", world_size=2).require_success()
     row = windows(tmp_path / "save")[1]
-    assert row.reason == "loss or gradient is not finite in unit 2 (drafted for step 7)"
+    assert row.reason == f"{UNUSABLE} in unit 2 (drafted for step 7)"
     assert units(tmp_path / "save")[4:8] == [0, 1, 2, 3]
     assert f"stored order kept: {row.reason}" in run.output
     assert windows(tmp_path / "save")[0].reason is None

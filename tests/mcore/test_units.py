@@ -13,12 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron.core.utils import get_batch_on_this_cp_rank
+
 from megatron_d3.corpus import open_domain
 from megatron_d3.errors import ConfigError, PlanError
 from megatron_d3.mcore import collective, cpu
 from megatron_d3.mcore.args import RunArgs, add_d3_arguments, read_run_args
 from megatron_d3.mcore.dry_run import preview
 from megatron_d3.mcore.position_ring import PositionRing
+from megatron_d3.mcore.probe_labels import token_places
 from megatron_d3.mcore.tally import DomainTally
 from megatron_d3.plan.batch_schedule import BatchSchedule
 from tests.corpus_helpers import documents, write_corpus
@@ -281,3 +284,17 @@ class TestExpertLayoutsOfAProbe:
         with pytest.raises(ConfigError, match=message):
             self.settings(**changes)
         self.settings(**changes, num_experts=None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_context_parallel_rank_knows_which_tokens_it_holds(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn labels depend on a token's place in the sequence; Megatron deals the sequence out."""
+    for rank in range(size):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: size)
+        batch = get_batch_on_this_cp_rank(
+            {"tokens": torch.arange(16)[None], "cu_seqlens": None}, is_hybrid_cp=False,
+            cp_group=object(), use_per_sequence_balancing=True)
+        assert token_places(16 // size, rank, size).tolist() == batch["tokens"][0].tolist()
