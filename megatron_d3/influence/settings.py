@@ -139,11 +139,12 @@ class D3Config:
     units that follow."""
 
     gamma: Literal["lr"] | Annotated[float, Range("(0, inf)")] = "lr"
-    """The learning rate that influence is measured for; `lr`: that of the moment."""
+    """The learning rate that influence is measured for, of all parameters; `lr`: that of the moment,
+    the largest where parameters differ (`--decoupled-lr`)."""
 
     step: Literal["sgd", "optimizer"] = "sgd"
     """The step whose influence is measured: `sgd`, gamma times the gradient; `optimizer`, that of
-    the run's optimizer, preconditioned and clipped."""
+    Adam, preconditioned and clipped."""
 
     min_agreement: Annotated[float, Range("[0, 1]")] | None = None
     """Keep the stored order of a window where the expected agreement of S with that of all sequences

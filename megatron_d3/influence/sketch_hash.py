@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import sys
 
 import torch
@@ -62,13 +63,31 @@ def sign_bits(offsets: torch.Tensor, key: int) -> torch.Tensor:
     return (hash64(offsets >> 6, key) >> (offsets & 63)) & 1
 
 
-def random_signs(start: int, stop: int, key: int, device: torch.device | str) -> torch.Tensor:
-    """Return (stop - start,) float32, -1 where `sign_bits` of an offset is 1, else 1.
+def random_signs(
+    start: int, shape: tuple[int, int], stride: int, key: int, device: torch.device | str
+) -> torch.Tensor:
+    """Return (R, r) float32, -1 where `sign_bits` of offset start + i * stride + j is 1, else 1.
 
-    For a run of offsets, several times as fast: one hash for 64 of them.
+    Several times as fast for runs of offsets: one hash for 64 of them.
+
+    Args:
+        start: first offset.
+        shape: R runs of r offsets.
+        stride: offsets from the start of a run to that of the next.
+        key: as of `sign_bits`.
+        device: of the result.
     """
-    numbers = torch.arange(start >> 6, (stop + 63) >> 6, device=device)
-    return signs_from_words(hash64(numbers, key))[start & 63 :][: stop - start]
+    num_runs, length = shape
+    signs = torch.empty(shape, dtype=torch.float32, device=device)
+    period = 64 // math.gcd(stride, 64)  # runs that far apart begin at the same bit of a word
+    for phase in range(min(period, num_runs)):
+        rows = signs[phase::period]
+        word, bit = divmod(start + phase * stride, 64)
+        starts = word + torch.arange(len(rows), device=device) * (stride * period // 64)
+        inner = torch.arange((bit + length + 63) // 64, device=device)
+        words = hash64((starts[:, None] + inner).view(-1), key)
+        rows.copy_(signs_from_words(words).view(len(rows), 64 * len(inner))[:, bit : bit + length])
+    return signs
 
 
 def signs_from_words(words: torch.Tensor) -> torch.Tensor:

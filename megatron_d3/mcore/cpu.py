@@ -69,6 +69,7 @@ def enable() -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage())
     _active_mode = _CudaToCpu()
+    _keep_mode_in_backward(_active_mode)
     # Entered for good: there is no moment at which Megatron stops asking for CUDA.
     _active_mode.__enter__()
 
@@ -82,6 +83,20 @@ class _CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], torch.device("cpu"), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _keep_mode_in_backward(mode: TorchFunctionMode) -> None:
+    """Keep the mode while a backward pass runs Python, as it does to recompute activations.
+
+    PyTorch takes a mode aside while it handles a call, and `torch.autograd.backward` is one.
+    """
+    stock = torch.autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return stock(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward
 
 
 def _is_cuda(device: object) -> bool:

@@ -56,15 +56,21 @@ class DomainMetrics:
             f"{positions[1] - 1:,} | weights " + self._line(weights, "{:.3f}"))
 
     def ordered(self, row: WindowRow) -> None:
-        """Report a window: costs of orders relative to a random one, how far S holds, curl, seconds."""
+        """Report a window: costs of orders relative to a random one, how far S holds, curl, seconds.
+
+        Seconds are also given as shares of the seconds of the training steps the window decides.
+        """
         values = {f"cost_{name}": cost for name, cost in row.cost.items()}
         values |= {"curl": row.curl, "reliability": row.reliability,
                    "expected_agreement": row.expected_agreement}
         values |= {f"{name}_seconds": seconds for name, seconds in row.seconds.items()}
         step_seconds = row.details.get("step_seconds")
+        shares: dict[str, float] = {}
         if step_seconds:
-            share = (row.seconds["total"] or 0.0) / (row.num_units * step_seconds)
-            values["share_of_steps"] = share
+            steps_seconds = row.details["num_steps"] * step_seconds
+            shares = {name: seconds / steps_seconds for name, seconds in row.seconds.items()
+                      if seconds is not None}
+        values |= {f"{name}_share": share for name, share in shares.items()}
         points = {f"d3/window/{name}": float(value) for name, value in values.items()
                   if value is not None and np.isfinite(value)}
         self._put(row.iteration, points)
@@ -77,6 +83,7 @@ class DomainMetrics:
                if row.expected_agreement is not None else "")
             + (f" | curl {row.curl:.3f}" if row.curl is not None else "")
             + f" | {row.seconds['total']:.1f} s"
+            + (f" ({100 * shares['total']:.1f} % of its steps)" if shares else "")
             + (f" | stored order kept: {row.reason}" if row.reason else ""))
 
     def trained(

@@ -33,6 +33,9 @@ from megatron.core.distributed.finalize_model_grads import (
     _allreduce_word_embedding_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch.utils.data import default_collate
 
@@ -49,6 +52,9 @@ _ASIDE: dict[str, Any] = {
     "finalize_model_grads_func": None, "no_sync_func": contextlib.nullcontext,
     "grad_sync_func": None, "param_sync_func": None, "grad_scale_func": None, "timers": None,
 }
+
+# Whether these train decides of their own work only that activations are recomputed or offloaded.
+_RECOMPUTING = (TransformerBlock, Attention, MoELayer)
 
 Fields = dict[str, torch.Tensor]
 
@@ -133,16 +139,17 @@ class Probe:
 
     @contextlib.contextmanager
     def _without_synchronisation(self) -> Iterator[None]:
-        before = {name: getattr(self._config, name) for name in _ASIDE}
         # The plain float32 optimizer leaves `grad` pointing into the buffer of `main_grad`: the first
         # backward pass would add to it there, and the hook once more. A step begins with None too.
         for parameter in self.parameters:
             parameter.grad = None
+        aside = _ASIDE | {
+            "microbatch_group_size_per_vp_stage": mpu.get_pipeline_model_parallel_world_size()}
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.callback(chunk.zero_grad_buffer)
-            for name, value in _ASIDE.items():
-                stack.callback(setattr, self._config, name, before[name])
+            for name, value in aside.items():
+                stack.callback(setattr, self._config, name, getattr(self._config, name))
                 setattr(self._config, name, value)
             yield
 
@@ -274,10 +281,10 @@ def _kept_buffers(chunks: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _evaluating(chunks: Sequence[Any]) -> Iterator[None]:
-    """Switch dropout off; each module returns to the mode it was in."""
+    """Switch dropout off, not recomputation; each module returns to the mode it was in."""
     modules = [m for chunk in chunks for m in chunk.modules() if m.training]
-    for chunk in chunks:
-        chunk.eval()
+    for module in modules:
+        module.training = isinstance(module, _RECOMPUTING)
     try:
         yield
     finally:

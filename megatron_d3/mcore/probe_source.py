@@ -215,10 +215,9 @@ class MegatronSource:
             signs = torch.empty(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
             for shard in shards:
                 key = make_key(shard.name, probe, "rademacher")
-                runs = _runs(signs, shard, as_view=True)  # (R, r)
-                for run, values in enumerate(runs):
-                    start = shard.global_start + run * shard.global_stride
-                    values.copy_(random_signs(start, start + shard.run_length, key, values.device))
+                _runs(signs, shard, as_view=True).copy_(random_signs(
+                    shard.global_start, (shard.num_runs, shard.run_length), shard.global_stride, key,
+                    signs.device))
             yield signs.view(gradient.shape)
 
     def step_root(self) -> Vector | None:

@@ -195,7 +195,8 @@ class WindowOrderer:
     ) -> Finding:
         order, values = solved
         details: dict[str, Any] = {
-            "objective": self.config.objective, "step_seconds": self.step_seconds}
+            "objective": self.config.objective, "num_steps": draft.num_slots,
+            "step_seconds": self.step_seconds}
         arrays: Arrays = {"order": order}
         if influence is not None:
             details |= {"estimator": self.config.estimator,

@@ -27,6 +27,8 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ("overlap_moe_expert_parallel_comm", False, "--overlap-moe-expert-parallel-comm",
      "it replaces the forward step"),
     ("delay_wgrad_compute", False, "--delay-wgrad-compute", "gradients come after the backward pass"),
+    ("defer_embedding_wgrad_compute", False, "--defer-embedding-wgrad-compute",
+     "gradients come after the backward pass"),
     ("moe_input_jitter_eps", None, "--moe-input-jitter-eps", _NOISE),
     ("moe_router_force_load_balancing", False, "--moe-router-force-load-balancing", _NOISE),
     ("moe_router_force_biased", None, "--moe-router-force-biased", _NOISE),
@@ -48,8 +50,8 @@ def window_orderer(
         vocab_size: ids of the tokenizer; the embedding may have more rows.
 
     Raises:
-        ConfigError: a flag with which a probe cannot work, or more probe sequences than a unit has;
-            a random order is found without one.
+        ConfigError: a flag with which a probe cannot work, `step: optimizer` of another optimizer
+            than Adam, or more probe sequences than a unit has; a random order is found without one.
     """
     if config.order is None:
         return None
@@ -57,6 +59,10 @@ def window_orderer(
     if d3.objective == "random":
         return WindowOrderer(d3, domains, maker=maker, seed=header.seed, settings=None)
     settings = probe_settings(args, vocab_size)
+    if d3.step == "optimizer" and args.optimizer != "adam":
+        raise ConfigError(
+            f"d3.order.step: `optimizer` is the step of --optimizer adam, got {args.optimizer}; use "
+            "`step: sgd`")
     smallest = min(size for _, size in header.batch_schedule.steps)
     if d3.probe_sequences > smallest:
         raise ConfigError(
@@ -79,6 +85,10 @@ def probe_settings(args: argparse.Namespace, vocab_size: int) -> ProbeSettings:
         value = getattr(args, attribute, fine)  # some flags exist in some Megatron versions only
         if value != fine and value:
             raise ConfigError(f"{flag}: not possible with d3.order: {why}")
+    if args.num_experts is not None and args.moe_router_load_balancing_type == "sinkhorn":
+        raise ConfigError(
+            "--moe-router-load-balancing-type sinkhorn: not possible with d3.order: its routers "
+            "choose other experts in evaluation, in which experts are probed, than in training")
     _refuse_expert_layouts(args)
     has_dropout = args.attention_dropout > 0 or args.hidden_dropout > 0
     return ProbeSettings(

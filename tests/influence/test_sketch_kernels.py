@@ -91,10 +91,12 @@ def test_keys_differ_by_name_seed_and_purpose():
     assert make_key("layer.weight", 3, "x") == make_key("layer.weight", 3, "x") < 1 << 64
 
 
-@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**64 - 1))
-def test_signs_of_a_run_are_those_of_its_offsets(start, length, key):
-    bits = sign_bits(torch.arange(start, start + length), key)
-    assert torch.equal(random_signs(start, start + length, key, "cpu"), 1.0 - 2 * bits)
+@given(st.integers(0, 300), st.tuples(st.integers(0, 150), st.integers(0, 300)),
+       st.integers(0, 300), st.integers(0, 2**64 - 1))
+def test_signs_of_runs_are_those_of_their_offsets(start, shape, stride, key):
+    offsets = start + torch.arange(shape[0])[:, None] * stride + torch.arange(shape[1])
+    expected = 1.0 - 2 * sign_bits(offsets, key)
+    assert torch.equal(random_signs(start, shape, stride, key, "cpu"), expected)
 
 
 @pytest.mark.parametrize("kind", HASHED)

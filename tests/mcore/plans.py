@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import yaml
 
 from megatron_d3.config import load_config
@@ -88,3 +89,13 @@ def plan_bytes(plan_dir: Path) -> dict[str, bytes]:
 
 def flat(samples: list[list[str]]) -> list[str]:
     return [sample for step in samples for sample in step]
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Every scalar that TensorBoard holds, by tag and iteration."""
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)}
+            for tag in events.Tags()["scalars"]}

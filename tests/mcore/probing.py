@@ -5,10 +5,11 @@ After each step a digest of all that training left, weights, buffers and optimiz
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,34 @@ def _probe(
     probe = Probe(chunks, optimizer, ProbeSettings(
         seq_length=SEQ_LENGTH, micro_batch_size=2, vocab_size=VOCAB, has_dropout=True))
     before = [p.data.clone() for p in probe.parameters]
-    with probe.measuring(UnitSamples(num_units, NUM_SEQUENCES, fields)) as source:
+    with (probe.measuring(UnitSamples(num_units, NUM_SEQUENCES, fields)) as source,
+          _counted_recomputations() as recomputed):
         found = measure_all(source)
         if os.environ["WORLD_SIZE"] == "1":
             _check_root(source.step_root(), optimizer, probe.parameters)
             _check_moves(source, probe.parameters)
     assert all(torch.equal(p.data, b) for p, b in zip(probe.parameters, before, strict=True))
+    granularity = chunks[0].config.recompute_granularity
+    assert (len(recomputed) > 0) == (granularity is not None), "recomputed as in training"
     np.savez(_folder() / f"probe{os.environ['RANK']}.npz", **found)
+
+
+@contextlib.contextmanager
+def _counted_recomputations() -> Iterator[list[int]]:
+    """Give a list that grows by each part of the model whose activations are not kept."""
+    from megatron.core import tensor_parallel
+
+    stock, calls = tensor_parallel.checkpoint, []
+
+    def checkpoint(*args: Any) -> Any:
+        calls.append(1)
+        return stock(*args)
+
+    tensor_parallel.checkpoint = checkpoint
+    try:
+        yield calls
+    finally:
+        tensor_parallel.checkpoint = stock
 
 
 def _check_moves(source: Any, parameters: list[Any]) -> None:

@@ -65,6 +65,33 @@ def test_a_checkpoint_continues_under_another_layout(
         sorted(step) for step in first.samples()[2:]]
 
 
+RECOMPUTED = {
+    "dense": (
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--attention-dropout", "0.1",
+         "--hidden-dropout", "0.1"],
+        ["full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]),
+    "experts": (
+        ["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear",
+         "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"],
+        ["selective", "--recompute-modules", "moe", "core_attn"]),
+}
+
+
+@pytest.mark.parametrize("model", RECOMPUTED)
+def test_recomputed_activations_are_those_that_were_dropped(
+    launcher: Launcher, tmp_path: Path, model: str
+) -> None:
+    """Within the backward pass Python runs again, and with it what Megatron asks of CUDA."""
+    flags, recompute = RECOMPUTED[model]
+    flags = [*TINY, *BATCH, *blend(tmp_path), *flags]
+    kept = launcher.run(tmp_path / "kept", flags, world_size=2).require_success()
+    again = launcher.run(
+        tmp_path / "again", [*flags, "--recompute-granularity", *recompute], world_size=2
+    ).require_success()
+    assert again.losses() == kept.losses()
+    assert again.grad_norms() == kept.grad_norms()
+
+
 def test_bfloat16_trains_with_float32_master_weights(launcher: Launcher, tmp_path: Path) -> None:
     flags = [*TINY, *BATCH, *blend(tmp_path)]
     full = launcher.run(tmp_path / "full", flags).require_success()

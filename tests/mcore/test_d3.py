@@ -17,7 +17,15 @@ from megatron_d3.influence.source import UNUSABLE
 from megatron_d3.plan.reader import PlanReader
 from megatron_d3.plan.windows import WindowRow, read_arrays, read_windows
 from tests.mcore.launcher import Launcher, Run
-from tests.mcore.plans import SEED, expected_samples, flags, flat, plan_bytes, write_config
+from tests.mcore.plans import (
+    SEED,
+    expected_samples,
+    flags,
+    flat,
+    plan_bytes,
+    scalars,
+    write_config,
+)
 
 pytestmark = pytest.mark.mcore
 
@@ -51,7 +59,8 @@ def whole(
     folder = tmp_path_factory.mktemp("whole")
     path = config(corpora, "whole")
     run = launcher.run(
-        folder / "run", arguments(path, folder / "save"),
+        folder / "run", arguments(
+            path, folder / "save", "--tensorboard-dir", str(folder / "tensorboard")),
         setup="tests.mcore.faults:note_probed_sequences").require_success()
     return path, run, folder / "save"
 
@@ -80,6 +89,30 @@ def test_windows_are_probed_ordered_and_trained_as_planned(whole: tuple[Path, Ru
     hashes = expected_samples(path, save / "d3")
     assert run.samples() == [hashes[8 * i:8 * i + 8] for i in range(10)]
     assert "d3 window at round 4 | iteration 4 | 4 units | cost relative to random" in run.output
+
+
+def test_tensorboard_holds_costs_reliability_and_shares_of_time(
+    whole: tuple[Path, Run, Path]
+) -> None:
+    _, run, save = whole
+    found = scalars(save.parent / "tensorboard")
+    rows = windows(save)
+    for name in ("found", "row_sum", "stored"):
+        assert found[f"d3/window/cost_{name}"] == {
+            row.iteration: pytest.approx(row.cost[name], rel=1e-6) for row in rows}
+    for name in ("reliability", "expected_agreement", "curl"):
+        assert found[f"d3/window/{name}"] == {
+            row.iteration: pytest.approx(getattr(row, name), rel=1e-6) for row in rows}
+    for name in ("gradients", "sketch", "reduce", "probe", "solve", "total"):
+        assert found[f"d3/window/{name}_seconds"] == {
+            row.iteration: pytest.approx(row.seconds[name], rel=1e-6) for row in rows}
+        # Before the first window no step has been timed.
+        assert found[f"d3/window/{name}_share"] == {
+            row.iteration: pytest.approx(
+                (row.seconds[name] or 0) / (row.num_units * row.details["step_seconds"]), rel=1e-6)
+            for row in rows[1:]}
+    line = next(line for line in run.output.splitlines() if "d3 window at round 4" in line)
+    assert line.endswith(" % of its steps)")
 
 
 def test_a_sample_of_each_unit_is_probed_that_holds_its_domains_in_their_shares(
@@ -157,7 +190,7 @@ def test_another_layout_continues_the_same_plan(
         assert error < 1e-2  # the weights of two layouts come apart, a digit a few steps
 
 
-@pytest.mark.parametrize("kill_at", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("kill_at", range(1, 11))
 def test_killed_at_a_step_the_run_continues_bit_for_bit(
     launcher: Launcher, tmp_path: Path, whole: tuple[Path, Run, Path], kill_at: int
 ) -> None:
@@ -165,6 +198,23 @@ def test_killed_at_a_step_the_run_continues_bit_for_bit(
         tmp_path / "a", arguments(whole[0], tmp_path / "save"), kill_at=kill_at)
     assert killed.codes == [-9]
     require_continued(launcher, tmp_path, whole, (kill_at - 1) // 2 * 2)
+
+
+def test_killed_processes_of_two_groups_continue_bit_for_bit(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    """Overlapping windows, in the middle of one: units that were drafted are drafted again."""
+    path = config(corpora, "two-groups", overlap=True)
+    run = launcher.run(
+        tmp_path / "run", arguments(path, tmp_path / "whole"), world_size=2).require_success()
+    killed = launcher.run(
+        tmp_path / "a", arguments(path, tmp_path / "save"), world_size=2, kill_at=6)
+    assert -9 in killed.codes
+    resumed = launcher.run(
+        tmp_path / "b", arguments(path, tmp_path / "save"), world_size=2).require_success()
+    for rank in range(2):
+        assert resumed.steps(rank) == run.steps(rank)[4:]
+    assert plan_bytes(tmp_path / "save/d3") == plan_bytes(tmp_path / "whole/d3")
 
 
 @pytest.mark.parametrize("step", [0, 4, 8])
@@ -251,6 +301,26 @@ def test_noise_and_a_missing_step_keep_the_stored_order_and_say_so(
     assert "stored order kept: the learning rate is 0" in warmup.output
 
 
+def test_domains_without_samples_leave_windows_as_they_are(
+    launcher: Launcher, corpora: Path, tmp_path: Path
+) -> None:
+    """One has the weight 0; one ends, and one begins, in the middle of a window."""
+    path = write_config(
+        corpora / "empty.yaml", ("web", "wiki", "math"), order=D3, mix={
+            "type": "schedule", "interpolation": "step",
+            "knots": [[0, {"web": 0, "wiki": 0, "math": 1}], [6, {"web": 1, "wiki": 0, "math": 0}]]})
+    run = launcher.run(tmp_path / "run", arguments(path, tmp_path / "save")).require_success()
+    save = tmp_path / "save"
+    domains = np.array(PlanReader(save / "d3").stored(0, 80))["domain"].reshape(10, 8)
+    drafted = [row.round + (unit or 0) for row in windows(save)
+               for unit in units(save)[row.round:row.round + row.num_units]]
+    assert [set(step) for step in domains] == [{2} if unit < 6 else {0} for unit in drafted]
+    assert [row.reason for row in windows(save)] == [None] * 3
+    assert np.abs(read_arrays(save / "d3", 8)["advantage"]).max() > 0
+    hashes = expected_samples(path, save / "d3")
+    assert run.samples() == [hashes[8 * i:8 * i + 8] for i in range(10)]
+
+
 def test_a_receding_horizon_measures_half_of_its_units_again(
     launcher: Launcher, corpora: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +342,8 @@ def test_a_receding_horizon_measures_half_of_its_units_again(
     ({}, ["--num-experts", "2", "--disable-bias-linear", "--moe-input-jitter-eps", "0.01"],
      "--moe-input-jitter-eps: not possible with d3.order"),
     ({"estimator": "projekted"}, [], "d3.order.estimator"),
+    ({"step": "optimizer"}, ["--optimizer", "sgd"],
+     "d3.order.step: `optimizer` is the step of --optimizer adam, got sgd"),
 ])
 def test_what_cannot_work_is_refused_before_a_plan_begins(
     launcher: Launcher, corpora: Path, tmp_path: Path, order: dict[str, Any], extra: list[str],

@@ -17,6 +17,7 @@ from tests.mcore.plans import (
     ledger,
     ordinals,
     plan_bytes,
+    scalars,
     write_config,
 )
 
@@ -125,21 +126,16 @@ def test_evaluations_report_every_domain_on_the_same_samples(
 
 
 def test_tensorboard_holds_losses_weights_and_shares(single: tuple[Path, Path, Run]) -> None:
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator")
-    events = event_accumulator.EventAccumulator(str(single[1] / "tensorboard"))
-    events.Reload()
-    scalars = {tag: {e.step: e.value for e in events.Scalars(tag)}
-               for tag in events.Tags()["scalars"]}
+    found = scalars(single[1] / "tensorboard")
     rows = ledger(single[1] / "d3")
     for name in ("web", "code"):
-        assert scalars[f"d3/loss/{name}"] == {
+        assert found[f"d3/loss/{name}"] == {
             row["iteration"]: pytest.approx(row["loss"][name][0] / row["loss"][name][1], rel=1e-6)
             for row in rows}
-    assert scalars["d3/weight/web"][1] == pytest.approx(0.8)
-    assert scalars["d3/weight/web"][3] == pytest.approx(0.45)
-    assert set(scalars["d3/valid_loss/wiki"]) == {3, 6}
-    assert scalars["d3/share/web"][6] == pytest.approx(18.8 / 48, abs=1 / 48)
+    assert found["d3/weight/web"][1] == pytest.approx(0.8)
+    assert found["d3/weight/web"][3] == pytest.approx(0.45)
+    assert set(found["d3/valid_loss/wiki"]) == {3, 6}
+    assert found["d3/share/web"][6] == pytest.approx(18.8 / 48, abs=1 / 48)
 
 
 def test_wandb_gets_the_same_names(launcher: Launcher, corpora: Path, tmp_path: Path) -> None:

@@ -14,13 +14,17 @@ from tests.mcore.test_stock import blend
 pytestmark = pytest.mark.mcore
 
 BATCH = ["--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "4"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
+             "--recompute-num-layers", "1"]
 LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
-    "tp2-sequence-parallel": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "tp2-sequence-parallel": (
+        2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", *RECOMPUTE]),
     "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
     "tp2-pp2": (4, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]),
     "pp2-interleaved": (
-        2, ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]),
+        2, ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1",
+            "--microbatch-group-size-per-virtual-pipeline-stage", "4"]),
     "dp2": (2, ["--overlap-grad-reduce", "--overlap-param-gather"]),
     "dp2-dropout": (2, ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]),
 }
@@ -175,7 +179,8 @@ EXPERT_LAYOUTS = {
     "ep2-allgather": (2, [*EP2, *ALLGATHER, *SPLIT, "--overlap-grad-reduce",
                           "--overlap-param-gather"]),
     "ep2-dp2": (4, [*EP2, *ALLTOALL, *SPLIT]),
-    "ep2-dp2-whole-optimizer": (4, [*EP2, *ALLTOALL]),
+    "ep2-dp2-whole-optimizer": (
+        4, [*EP2, *ALLTOALL, "--recompute-granularity", "selective", "--recompute-modules", "moe"]),
     "ep2-pp2": (4, [*EP2, *PP2, *ALLTOALL, *SPLIT]),
     "tp2": (2, [*TP2, *ALLGATHER, *SPLIT]),
     "tp2-ep2": (4, [*TP2, *EP2, *ALLGATHER, *SPLIT]),

@@ -257,19 +257,20 @@ class TestSamples:
 
 
 @pytest.mark.filterwarnings("ignore")  # of what Megatron misses, when it is imported
-class TestExpertLayoutsOfAProbe:
+class TestSettingsOfAProbe:
     def settings(self, **changes: object) -> object:
         from megatron_d3.mcore.window_setup import probe_settings
 
         known = {
             "seq_length": 8, "micro_batch_size": 1, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-            "num_experts": 8, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
+            "num_experts": 8, "moe_router_load_balancing_type": "aux_loss",
+            "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
             "tensor_model_parallel_size": 1, "context_parallel_size": 1} | changes
         return probe_settings(argparse.Namespace(**known), 50)
 
     @pytest.mark.parametrize(("tensor", "expert", "expert_tensor"), [
         (1, 1, 1), (2, 1, 2), (1, 4, 1), (2, 2, 2), (2, 2, 1), (2, 4, 1), (1, 2, 2)])
-    def test_whole_groups_are_probed(self, tensor: int, expert: int, expert_tensor: int) -> None:
+    def test_experts_over_whole_groups_are_probed(self, tensor: int, expert: int, expert_tensor: int) -> None:
         assert self.settings(
             tensor_model_parallel_size=tensor, expert_model_parallel_size=expert,
             expert_tensor_parallel_size=expert_tensor).has_dropout  # type: ignore[attr-defined]
@@ -280,10 +281,29 @@ class TestExpertLayoutsOfAProbe:
         ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 4},
          "parallel-size 2 times .* multiple of --tensor-model-parallel-size 4"),
     ])
-    def test_others_are_refused(self, changes: dict[str, int], message: str) -> None:
+    def test_other_layouts_of_experts_are_refused(self, changes: dict[str, int], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             self.settings(**changes)
         self.settings(**changes, num_experts=None)
+
+    @pytest.mark.parametrize(("attribute", "value", "flag"), [
+        ("fp8", "hybrid", "--fp8-format"), ("fp4", "e2m1", "--fp4-format"), ("fp16", True, "--fp16"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl"),
+        ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
+        ("use_torch_fsdp2", True, "--use-torch-fsdp2"),
+        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("delay_wgrad_compute", True, "--delay-wgrad-compute"),
+        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
+        ("moe_input_jitter_eps", 0.01, "--moe-input-jitter-eps"),
+        ("moe_router_force_load_balancing", True, "--moe-router-force-load-balancing"),
+        ("moe_router_force_biased", 0.1, "--moe-router-force-biased"),
+        ("moe_router_load_balancing_type", "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+    ])
+    def test_what_makes_measurements_wrong_is_refused(
+        self, attribute: str, value: object, flag: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=rf"^{flag}: not possible with d3.order: \w"):
+            self.settings(**{attribute: value})
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
