@@ -56,6 +56,7 @@ SETTINGS: dict[str, tuple[list[str], bool]] = {  # flags, whether units are of o
     "GPT-2 Adam": (GPT2 + ADAM, False),
     "GPT-2 SGD": (GPT2 + SGD, False),
     "LLaMA Adam": (LLAMA + ADAM, False),
+    "LLaMA SGD": (LLAMA + SGD, False),
     "GPT-2 Adam pure": (GPT2 + ADAM, True),
     "GPT-2 SGD pure": (GPT2 + SGD, True),
 }
@@ -67,18 +68,22 @@ CONTROLS: dict[str, dict[str, Any]] = {
     "group": {"objective": "group"},
     "spread": {"objective": "spread"},
 }
+OPTIMIZER = "projected, optimizer's step"
 OTHERS: dict[str, dict[str, Any]] = {
     "row sums": {"solver": "row_sum"},
     "projected, 4 directions": {"directions": 4},
     "projected, mean direction": {"basis": "mean"},
     "hutchinson_diagonal": {"estimator": "hutchinson_diagonal"},
     "gnb_diagonal": {"estimator": "gnb_diagonal"},
+    "fisher": {"estimator": "fisher"},
+    "shared_hessian": {"estimator": "shared_hessian"},
     "look_ahead": {"estimator": "look_ahead", "curvature_sequences": 2},
-    "projected, optimizer's step": {"step": "optimizer"},
+    "look_ahead_even": {"estimator": "look_ahead_even", "curvature_sequences": 2},
+    OPTIMIZER: {"step": "optimizer"},
     LONGER: {"every": 10**9},
 }
 ARMS = CONTROLS | OTHERS
-PURE_TOO = ("hutchinson_diagonal", "projected, optimizer's step")
+ALL_ESTIMATORS = ("GPT-2 Adam", "GPT-2 SGD", "LLaMA Adam")  # elsewhere the paper's and these controls
 
 
 def main() -> None:
@@ -112,8 +117,10 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 
 
 def is_sensible(setting: str, arm: str) -> bool:
-    """Pure units are there for the controls, the paper's estimator and the step that is taken."""
-    return "pure" not in setting or arm in CONTROLS or arm in PURE_TOO
+    """Whether a cell is run: SGD takes plain steps, and not every setting has every estimator."""
+    if arm == OPTIMIZER:
+        return "Adam" in setting
+    return setting in ALL_ESTIMATORS or arm in CONTROLS or arm == "hutchinson_diagonal"
 
 
 class D3Study(Study):
@@ -137,7 +144,7 @@ class D3Study(Study):
         flags, is_pure = SETTINGS[str(setting)]
         order = {"type": "d3", "window": WINDOW, "probe_sequences": BATCH,
                  "curvature_sequences": BATCH, **ARMS[str(arm)]}
-        if arm == "look_ahead" and "Adam" in str(setting):
+        if str(arm).startswith("look_ahead") and "Adam" in str(setting):
             order["step"] = "optimizer"  # plain gradients times Adam's rate would hardly move it
         config = self.config(cell, {
             "domains": self.domains, "mix": self._mix(int(seed), factor, is_pure=is_pure),

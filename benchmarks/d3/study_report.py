@@ -48,7 +48,8 @@ def report(
             ("order", "reliability", "curl", "cost found", "row sums", "stored", "probing / run",
              "processor time / stored", "held-out of stored in that time", "less that"), costs)
         along(found)
-    for index, what in enumerate(("online loss", "held-out loss at the end")):
+    for index, what in enumerate(
+            ("online loss", "held-out loss at the end", "held-out loss midway")):
         print(f"### {what}, less the stored order's\n")
         by_setting(results, settings, arms, index)
     print("### All settings together (the interval is over settings and seeds)\n")
