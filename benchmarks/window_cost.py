@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "projected": {},  # the default: 2 directions, curvature on 2 of 8
     "... curvature on 4": {"curvature_sequences": 4},
     "... curvature on all": {"curvature_sequences": 8},
+    "... 4 directions": {"directions": 4},
     "projected, mean direction, all": {"basis": "mean", "curvature_sequences": 8},
     "hutchinson_diagonal, 1 probe": {"estimator": "hutchinson_diagonal"},
     "hutchinson_diagonal, 4 probes": {"estimator": "hutchinson_diagonal", "probes": 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from megatron_d3.influence.settings import SketchConfig
 torch = pytest.importorskip("torch")
 
 from megatron_d3.influence import sketch as module
+from megatron_d3.influence import sketch_torch
 from megatron_d3.influence.sketch import make_sketch
 from megatron_d3.influence.sketch_hash import hash64, make_key, random_signs, sign_bits, signed
 from tests.influence.sketching import HASHED, RANDOM, distance, needs_c, sketch_of, vector
@@ -113,6 +115,28 @@ def test_double_precision_is_kept(kernel):
     layout, x = single_layout({"w": (5000,)}), torch.randn(5000, dtype=torch.float64)
     out = torch.tensor(slow_rotation(x.tolist(), "w", 40, 0), dtype=torch.float64)
     assert distance(sketch_of("rotation", 40, layout, [x]), out) < 1e-14
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile takes a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
+def test_what_runs_on_cuda_compiles_once_for_all_sizes(monkeypatch):
+    """With the compiler's CPU backend; it traces the same function for CUDA."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    counters = pytest.importorskip("torch._dynamo.utils").counters
+    counters.clear()
+    compiled = sketch_torch._compiled(sketch_torch._gather_elements)
+    whole = [Shard("w", size, 0, 1, size, size, 0, size) for size in (501, 7_000, 31_000)]
+    columns = [Shard("w", 2 * rows * size, size, rows, size, 2 * size, 0, size)
+               for rows, size in ((9, 60), (70, 33), (128, 64))]
+    for shard in (*whole, *columns):
+        for dim in (64, 150):
+            (x,) = vector((shard.num_runs * shard.run_length,))
+            plain = sketch_torch.rotation(x, shard, dim, (1, 2))
+            with monkeypatch.context() as patch:
+                patch.setattr(sketch_torch, "_gather_for", lambda values: compiled)
+                assert distance(sketch_torch.rotation(x, shard, dim, (1, 2)), plain) < 1e-12
+    assert counters["stats"]["unique_graphs"] == 2  # of whole tensors, of columns
 
 
 @st.composite
